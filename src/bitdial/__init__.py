@@ -1,0 +1,66 @@
+"""Train a network once, ship one integer file, run it at any bit-width.
+
+model = prepare(float_model, QuantConfig(bit_choices=(8, 6, 4, 2)), sample_inputs)
+train(model, data, TrainConfig(epochs=90))
+save(model, "model.safetensors")
+
+live = load("model.safetensors", float_model)
+set_bits(live, 4)
+"""
+
+from bitdial._cpu import guard_onednn
+
+guard_onednn()  # before anything imports torch
+
+from bitdial.artifact import Artifact, read_artifact, save  # noqa: E402
+from bitdial.config import QuantConfig, Rule  # noqa: E402
+from bitdial.errors import BitdialError  # noqa: E402
+from bitdial.exact import code_exact  # noqa: E402
+from bitdial.functional import narrow  # noqa: E402
+from bitdial.models import build_model  # noqa: E402
+from bitdial.plan import BitPlan, at_bits, get_bits, set_bits  # noqa: E402
+from bitdial.prepare import prepare  # noqa: E402
+from bitdial.runtime import load, load_trainable  # noqa: E402
+from bitdial.train import (  # noqa: E402
+    ArrayData,
+    JointStep,
+    Shift,
+    TrainConfig,
+    accuracy,
+    batched,
+    evaluate,
+    load_checkpoint,
+    recalibrate_norms,
+    save_checkpoint,
+    train,
+)
+
+__all__ = [
+    "ArrayData",
+    "Artifact",
+    "BitPlan",
+    "BitdialError",
+    "JointStep",
+    "QuantConfig",
+    "Rule",
+    "Shift",
+    "TrainConfig",
+    "accuracy",
+    "at_bits",
+    "batched",
+    "build_model",
+    "code_exact",
+    "evaluate",
+    "get_bits",
+    "load",
+    "load_checkpoint",
+    "load_trainable",
+    "narrow",
+    "prepare",
+    "read_artifact",
+    "recalibrate_norms",
+    "save",
+    "save_checkpoint",
+    "set_bits",
+    "train",
+]

@@ -1,0 +1,20 @@
+"""The artifact: one file that holds a trained model at its highest width, and all that is needed to narrow it.
+
+docs/artifact-format.md is the specification. Reading never runs code from the file and trusts nothing in it.
+"""
+
+from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.read import read_artifact
+from bitdial.artifact.sizes import sizes
+from bitdial.artifact.write import save
+
+__all__ = [
+    "FLOAT",
+    "Artifact",
+    "float_state",
+    "layer_table_entry",
+    "norm_table_entry",
+    "read_artifact",
+    "save",
+    "sizes",
+]

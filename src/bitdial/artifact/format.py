@@ -1,0 +1,91 @@
+"""What an artifact is made of; docs/artifact-format.md is its specification."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitdial.errors import ArtifactError
+from bitdial.plan import BitPlan
+
+VERSION = 1
+CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
+FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
+
+
+@dataclass
+class Artifact:
+    """A checked artifact in memory: its manifest, its tensors, its digest and the size of its file."""
+
+    manifest: dict[str, Any]
+    tensors: dict[str, Tensor]
+    digest: str
+    file_bytes: int
+    plans: dict[str, BitPlan] = field(default_factory=dict)
+
+    @property
+    def scheme(self) -> str:
+        """The weight scheme."""
+        return self.manifest["scheme"]
+
+    @property
+    def bit_choices(self) -> tuple[int, ...]:
+        """The widths it runs at, descending."""
+        return tuple(self.manifest["bit_choices"])
+
+    @property
+    def layers(self) -> dict[str, dict[str, Any]]:
+        """The table of quantised layers."""
+        return self.manifest["layers"]
+
+    @property
+    def norms(self) -> dict[str, dict[str, Any]]:
+        """The table of switchable batch norms."""
+        return self.manifest["norms"]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """Whatever figures were stored with the model."""
+        return self.manifest["metrics"]
+
+    def part(self, owner: str, name: str) -> Tensor | None:
+        """The tensor `name` of a layer or norm, None if it has no such."""
+        return self.tensors.get(f"{owner}/{name}")
+
+
+def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
+    """What the layer table says of the shape of a convolution or linear layer; loading compares it with the model."""
+    if isinstance(layer, nn.Conv2d):
+        settings = {key: getattr(layer, key) for key in CONV_SETTINGS}
+        shape = [layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size]
+        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in settings.items()}
+        return {"type": "Conv2d", "shape": shape, **plain, "bias": layer.bias is not None}
+    if isinstance(layer, nn.Linear):
+        shape = [layer.out_features, layer.in_features]
+        return {"type": "Linear", "shape": shape, "bias": layer.bias is not None}
+    raise ArtifactError(f"layer {name!r} is a {type(layer).__name__}; an artifact holds Conv2d and Linear")
+
+
+def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
+    """What the norm table says of a batch norm; loading compares it with the model."""
+    keys = ("num_features", "eps", "momentum", "affine", "track_running_stats")
+    return {"type": type(norm).__name__, **{key: getattr(norm, key) for key in keys}}
+
+
+def float_state(model: nn.Module, swapped: tuple[nn.Module, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state of `model` outside the `swapped` modules: each tensor once, and the other names of shared ones."""
+    mine = set(swapped)
+    prefixes = tuple(f"{name}." for name, m in model.named_modules(remove_duplicate=False) if m in mine)
+    floats: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if key.startswith(prefixes):
+            continue
+        if not isinstance(value, Tensor):
+            raise ArtifactError(f"the model's state {key!r} is not a tensor; bitdial does not write objects")
+        if first_name.setdefault(id(value), key) != key:
+            aliases[key] = first_name[id(value)]
+        else:
+            floats[key] = value
+    return floats, aliases

@@ -1,0 +1,221 @@
+"""Read an artifact, and check everything that must hold of it before a model sees it. Hostile files are expected."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitdial import functional as bf
+from bitdial.artifact.format import CONV_SETTINGS, FLOAT, VERSION, Artifact
+from bitdial.config import check_bit_choices
+from bitdial.container import read_container
+from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
+from bitdial.packing import unpack_bytes
+from bitdial.plan import BitPlan
+
+_MANIFEST: dict[str, type | tuple[type, ...]] = {
+    "kind": str,
+    "version": int,
+    "written_by": str,
+    "scheme": str,
+    "ties": str,
+    "bit_choices": list,
+    "layers": dict,
+    "norms": dict,
+    "aliases": dict,
+    "architecture": (dict, type(None)),
+    "plans": dict,
+    "metrics": dict,
+}
+_LAYER: dict[str, type | tuple[type, ...]] = {"type": str, "shape": list, "bias": bool, "activations": str}
+_CONV: dict[str, type | tuple[type, ...]] = {
+    "stride": list,
+    "padding": (list, str),
+    "dilation": list,
+    "groups": int,
+    "padding_mode": str,
+}
+_NORM: dict[str, type | tuple[type, ...]] = {
+    "type": str,
+    "num_features": int,
+    "eps": float,
+    "momentum": (float, type(None)),
+    "affine": bool,
+    "track_running_stats": bool,
+    "follows": str,
+}
+
+
+def read_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Read and check the artifact at `path`; ArtifactError names the file and what is wrong with it."""
+    path = Path(path)
+    tensors, manifest, digest = read_container(path, error=ArtifactError)
+    artifact = Artifact(manifest, tensors, digest, path.stat().st_size)
+    try:
+        _Checker(artifact).check()
+    except BitdialError as problem:
+        raise ArtifactError(f"{path}: {problem}") from problem
+    return artifact
+
+
+class _Checker:
+    """One pass over an artifact; fills in its `plans`. `expected` collects the tensors that were accounted for."""
+
+    def __init__(self, artifact: Artifact):
+        self.artifact = artifact
+        self.expected: set[str] = set()
+
+    def check(self) -> None:
+        manifest = self.artifact.manifest
+        if manifest.get("kind") != "artifact":
+            raise ArtifactError("it is not an artifact (a checkpoint?); save(model, path) writes artifacts")
+        if manifest.get("version") != VERSION:
+            raise ArtifactError(
+                f"its format version is {manifest.get('version')!r}, this bitdial reads {VERSION}; "
+                "use the release of bitdial that wrote it, or a newer one"
+            )
+        _fields("the manifest", manifest, _MANIFEST)
+        try:
+            check_bit_choices(manifest["bit_choices"])
+            self.scheme = bf.scheme_of(manifest["scheme"])
+        except ConfigError as problem:
+            raise ArtifactError(str(problem)) from problem
+        if manifest["ties"] not in bf.TIE_RULES:
+            raise ArtifactError(f"its tie rule {manifest['ties']!r} is not known")
+        if not manifest["layers"]:
+            raise ArtifactError("it has no quantised layer")
+        for name, entry in manifest["layers"].items():
+            self._layer(name, entry)
+        for name, entry in manifest["norms"].items():
+            self._norm(name, entry)
+        self._floats()
+        self._plans()
+
+    def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.artifact.tensors.get(name)
+        if tensor is None:
+            raise ArtifactError(f"the tensor {name!r} is missing")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ArtifactError(
+                f"the tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"expected {dtype} of shape {shape}"
+            )
+        if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"the tensor {name!r} holds NaN or infinity")
+        self.expected.add(name)
+        return tensor
+
+    def _scale(self, name: str, shape: tuple[int, ...]) -> None:
+        if not bool((self._tensor(name, torch.float32, shape) > 0).all()):
+            raise ArtifactError(f"the scale {name!r} is not positive")
+
+    def _layer(self, name: str, entry: Any) -> None:
+        label = f"layer {name!r}"
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if kind not in ("Conv2d", "Linear"):
+            raise ArtifactError(f"{label}: type {kind!r} is not Conv2d or Linear")
+        tied = {"tied_to": str} if "tied_to" in entry else {}
+        _fields(label, entry, {**_LAYER, **(_CONV if kind == "Conv2d" else {}), **tied})
+        shape = tuple(entry["shape"])
+        if len(shape) != (4 if kind == "Conv2d" else 2) or not _sizes(shape):
+            raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind} weight")
+        for key in CONV_SETTINGS if kind == "Conv2d" else ():
+            if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):
+                raise ArtifactError(f"{label}: {key}={entry[key]!r} is not a list of whole numbers")
+        if tied:
+            owner = self.artifact.layers.get(entry["tied_to"])
+            if not isinstance(owner, dict) or "tied_to" in owner or owner.get("shape") != entry["shape"]:
+                raise ArtifactError(f"{label}: it is tied to {entry['tied_to']!r}, which does not store such a weight")
+        else:
+            self._weight(name, shape)
+        if entry["bias"]:
+            self._tensor(f"{name}/bias", torch.float32, shape[:1])
+        self._activations(name, entry["activations"])
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> None:
+        widths = self.artifact.bit_choices
+        count, high = torch.Size(shape).numel(), widths[0]
+        if not self.scheme.narrows:
+            self._tensor(f"{name}/weight", torch.float32, shape)
+        elif high == 8:
+            self._tensor(f"{name}/codes", torch.int8, shape)
+        else:
+            packed = self._tensor(f"{name}/codes", torch.uint8, (-(-count * high // 8),))
+            unpack_bytes(packed, high, count)
+        scale = self.artifact.part(name, "weight_scale")
+        channels = scale.shape[-1] if scale is not None and scale.dim() == 2 else 1
+        if channels not in (1, shape[0]):
+            raise ArtifactError(f"layer {name!r}: {channels} weight scales for {shape[0]} output channels")
+        self._scale(f"{name}/weight_scale", (1 if self.scheme.narrows else len(widths), channels))
+
+    def _activations(self, name: str, kind: str) -> None:
+        if kind == "float":
+            return
+        if kind not in bf.ACTIVATION_KINDS:
+            raise ArtifactError(f"layer {name!r}: activations {kind!r} are not known")
+        widths = self.artifact.bit_choices
+        self._scale(f"{name}/act_scale", (len(widths),))
+        if kind == "asymmetric":
+            zero_points = self._tensor(f"{name}/act_zero_point", torch.uint8, (len(widths),))
+            for bits, value in zip(widths, zero_points.tolist(), strict=True):
+                if value >= 1 << bits:
+                    raise ArtifactError(f"layer {name!r}: zero-point {value} does not fit {bits} bits")
+
+    def _norm(self, name: str, entry: Any) -> None:
+        label = f"norm {name!r}"
+        _fields(label, entry, _NORM)
+        if entry["follows"] not in self.artifact.layers:
+            raise ArtifactError(f"{label}: it follows {entry['follows']!r}, which is not a quantised layer")
+        if not _sizes((entry["num_features"],)) or not entry["eps"] >= 0:
+            raise ArtifactError(f"{label}: num_features and eps must be positive")
+        widths = len(self.artifact.bit_choices)
+        shape = (widths, entry["num_features"])
+        if entry["affine"]:
+            self._tensor(f"{name}/weight", torch.float32, shape)
+            self._tensor(f"{name}/bias", torch.float32, shape)
+        if entry["track_running_stats"]:
+            self._tensor(f"{name}/running_mean", torch.float32, shape)
+            if bool((self._tensor(f"{name}/running_var", torch.float32, shape) < 0).any()):
+                raise ArtifactError(f"{label}: a variance is negative")
+            self._tensor(f"{name}/num_batches_tracked", torch.int64, (widths,))
+
+    def _floats(self) -> None:
+        tensors = self.artifact.tensors
+        self.expected |= {name for name in tensors if name.startswith(FLOAT)}
+        if extra := sorted(set(tensors) - self.expected):
+            raise ArtifactError(f"the tensor {extra[0]!r} belongs to nothing in the manifest")
+        for key, target in self.artifact.manifest["aliases"].items():
+            if f"{FLOAT}{target}" not in tensors or f"{FLOAT}{key}" in tensors:
+                raise ArtifactError(f"the alias {key!r} of {target!r} leads nowhere")
+
+    def _plans(self) -> None:
+        layers, choices = self.artifact.layers, self.artifact.bit_choices
+        for name, values in self.artifact.manifest["plans"].items():
+            try:
+                plan = BitPlan.from_dict(values)
+            except PlanError as problem:
+                raise ArtifactError(f"plan {name!r}: {problem}") from problem
+            pairs = [plan[layer] for layer in plan] + ([plan.default] if plan.default else [])
+            if any(layer not in layers for layer in plan) or any(b not in choices for pair in pairs for b in pair):
+                raise ArtifactError(f"plan {name!r} names a layer or a width that the file does not have")
+            if plan.default is None and len(plan) != len(layers):
+                raise ArtifactError(f"plan {name!r} does not cover every layer")
+            self.artifact.plans[name] = plan
+
+
+def _fields(label: str, entry: Any, fields: dict[str, type | tuple[type, ...]]) -> None:
+    """Raise unless `entry` is a dict with exactly `fields`, each of its type (a bool is not an int)."""
+    if not isinstance(entry, dict):
+        raise ArtifactError(f"{label} is not a JSON object")
+    if odd := sorted(set(entry) ^ set(fields)):
+        raise ArtifactError(f"{label}: {odd[0]!r} is {'missing' if odd[0] in fields else 'unknown'}")
+    for key, kind in fields.items():
+        value = entry[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ArtifactError(f"{label}: {key} is {value!r}, which is not of the right type")
+
+
+def _sizes(shape: tuple[Any, ...]) -> bool:
+    return all(type(size) is int and 0 < size < 1 << 31 for size in shape)

@@ -1,0 +1,108 @@
+"""Write an artifact."""
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitdial import functional as bf
+from bitdial.artifact.format import FLOAT, VERSION, float_state, layer_table_entry, norm_table_entry
+from bitdial.container import write_container
+from bitdial.errors import ArtifactError
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.packing import pack_bytes
+from bitdial.plan import BitPlan, resolve_plan, unwrap
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    plans: Mapping[str, BitPlan] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> str:
+    """Write the prepared, trained `model` to `path` (atomically) and return its digest.
+
+    Only the highest width's integer codes are stored, with the scales, zero-points, norm sets and float layers. `plans`
+    are named BitPlans to keep with it, `metrics` any JSON values. Schemes that cannot narrow (`lsq`, `dorefa`) store
+    float weights.
+    """
+    model = unwrap(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    if not layers:
+        raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, Any] = {}
+    stored_by: dict[nn.Parameter, str] = {}
+    for name, layer in layers.items():
+        parts, entry = _layer_parts(name, layer, stored_by)
+        tensors |= {f"{name}/{part}": tensor for part, tensor in parts.items()}
+        table[name] = entry
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
+    norm_table: dict[str, Any] = {}
+    for name, norm in norms.items():
+        tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(norm).items()}
+        first = norm.sets[str(norm.bit_choices[0])]
+        norm_table[name] = norm_table_entry(first) | {"follows": norm.follows}
+    floats, aliases = float_state(model, (*layers.values(), *norms.values()))
+    tensors |= {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"{name!r} holds NaN or infinity; the file was not written")
+    for plan in (plans or {}).values():
+        resolve_plan(model, plan)
+    first_layer = next(iter(layers.values()))
+    manifest = {
+        "kind": "artifact",
+        "version": VERSION,
+        "written_by": f"bitdial {importlib.metadata.version('bitdial')}",
+        "scheme": first_layer.weight_quantizer.scheme,
+        "ties": first_layer.weight_quantizer.ties,
+        "bit_choices": list(first_layer.bit_choices),
+        "layers": table,
+        "norms": norm_table,
+        "aliases": aliases,
+        "architecture": getattr(model, "architecture", None),
+        "plans": {name: plan.to_dict() for name, plan in (plans or {}).items()},
+        "metrics": dict(metrics or {}),
+    }
+    return write_container(path, tensors, manifest, error=ArtifactError)
+
+
+def _layer_parts(
+    name: str, layer: QuantLayer, stored_by: dict[nn.Parameter, str]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    quantizer, weight = layer.weight_quantizer, layer.weight
+    if weight.dtype != torch.float32:
+        raise ArtifactError(f"layer {name!r}: its weight is {weight.dtype}; convert the model with .float() first")
+    if not bool(torch.isfinite(weight).all()):
+        raise ArtifactError(f"layer {name!r}: its weight holds NaN or infinity; the file was not written")
+    entry = layer_table_entry(name, layer)
+    entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
+    high, parts = layer.bit_choices[0], {}
+    if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
+        entry["tied_to"] = stored_by[weight]  # type: ignore[index]
+    if not tied and quantizer.rule.narrows:
+        codes = quantizer.codes(weight, high)
+        parts["codes"] = codes if high == 8 else pack_bytes(codes, high)
+        parts["weight_scale"] = quantizer.scale_of(weight, high).reshape(1, -1)
+    elif not tied:
+        parts["weight"] = weight
+        parts["weight_scale"] = torch.stack([quantizer.scale_of(weight, b) for b in layer.bit_choices])
+    if isinstance(layer.bias, Tensor):
+        parts["bias"] = layer.bias
+    act = layer.act_quantizer
+    if act is not None:
+        parts["act_scale"] = torch.cat([act.scales[str(b)] for b in layer.bit_choices])
+        if act.kind == "asymmetric":
+            whole = [bf.integer_zero_point(act.zero_points[str(b)], b) for b in layer.bit_choices]
+            parts["act_zero_point"] = torch.cat(whole).to(torch.uint8)
+    return parts, entry
+
+
+def _norm_parts(norm: SwitchableBatchNorm) -> dict[str, Tensor]:
+    sets = [norm.sets[str(b)].state_dict() for b in norm.bit_choices]
+    return {key: torch.stack([s[key] for s in sets]) for key in sets[0]}

@@ -1,0 +1,112 @@
+"""Settings, as frozen dataclasses that check themselves and round-trip through plain dicts."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from bitdial.errors import ConfigError
+from bitdial.functional import ACTIVATION_KINDS, TIE_RULES, scheme_of
+
+STARTS: tuple[str, ...] = ("mse", "3std", "lsq")
+
+
+class Config:
+    """Strict conversion between a frozen dataclass and a dict of JSON values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values; `from_dict` gives an equal object back."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from `to_dict`'s output; an unknown or missing name is an error."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{cls.__name__}: expected a dict of settings, got {type(values).__name__}")
+        known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"{cls.__name__}: unknown settings {unknown}; known are {sorted(known)}")
+        return cls(**values)
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if value not in tuple(choices):
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_bit_choices(bit_choices: Iterable[int]) -> tuple[int, ...]:
+    """`bit_choices` as a tuple, checked: whole numbers from 2 to 8, each once, descending."""
+    if isinstance(bit_choices, str | bytes) or not isinstance(bit_choices, Iterable):
+        raise ConfigError(f"bit_choices={bit_choices!r} must be a sequence such as (8, 6, 4, 2)")
+    bits = tuple(bit_choices)
+    if not bits or any(type(b) is not int or not 2 <= b <= 8 for b in bits):
+        raise ConfigError(f"bit_choices={bits!r} must hold whole numbers from 2 to 8, such as (8, 6, 4, 2)")
+    if list(bits) != sorted(set(bits), reverse=True):
+        raise ConfigError(f"bit_choices={bits!r} must be descending without repeats, such as (8, 6, 4, 2)")
+    return bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Config):
+    """How to treat the layers that match; of several matching rules, the last to speak of a setting wins.
+
+    `pattern` is a shell-style pattern over module names (`layer1.*`), `type` a class name (`Linear`); at least one
+    is given, and a layer must match both where both are. `quantize=True` also overrules `keep_first_last`.
+    A rule that matches no layer is an error.
+    """
+
+    pattern: str | None = None
+    type: str | None = None
+    quantize: bool | None = None
+    activations: str | None = None
+    per_channel: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.pattern is None and self.type is None:
+            raise ConfigError("a Rule needs a pattern, a type, or both")
+        if self.activations is not None:
+            check_choice("Rule.activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
+        if self.quantize is None and self.activations is None and self.per_channel is None:
+            raise ConfigError(
+                f"the rule for {self.pattern or self.type!r} changes nothing; set quantize, activations or per_channel"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{k}={v!r}" for k, v in self.to_dict().items() if v is not None]
+        return f"Rule({', '.join(parts)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig(Config):
+    """What `prepare` does to a model.
+
+    bit_choices      widths the model learns, descending; the first is what the file stores
+    scheme, ties     the weight scheme (see `bitdial.functional`) and the tie rule of its second rounding
+    per_channel      a weight scale for each output channel (else one per tensor)
+    activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
+    start            starting scales: 'mse' (least squared error over the bit-widths), '3std' (weights mean +- 3 std,
+                     activations the 99.9th percentile) or 'lsq' (2 mean|x| / sqrt(Qp))
+    keep_first_last  keep the first and the last executed layer in float
+    switch_norms     give each batch norm one set of parameters and statistics per bit-width
+    rules            exceptions by name or type
+    """
+
+    bit_choices: tuple[int, ...] = (8, 6, 4, 2)
+    scheme: str = "double_rounding"
+    ties: str = "even"
+    per_channel: bool = True
+    activations: str = "auto"
+    start: str = "mse"
+    keep_first_last: bool = True
+    switch_norms: bool = True
+    rules: tuple[Rule, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bit_choices", check_bit_choices(self.bit_choices))
+        scheme_of(self.scheme)
+        check_choice("ties", self.ties, TIE_RULES)
+        check_choice("activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
+        check_choice("start", self.start, STARTS)
+        rules = tuple(r if isinstance(r, Rule) else Rule.from_dict(r) for r in self.rules)
+        object.__setattr__(self, "rules", rules)

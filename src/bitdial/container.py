@@ -1,0 +1,118 @@
+"""The file under artifacts and checkpoints: one .safetensors file with a JSON manifest and a digest.
+
+The metadata has exactly two entries, `manifest` (JSON text) and `digest`:
+
+    digest = sha256( manifest text
+                     then for each tensor, sorted by name: "\\n" name " " dtype " " shape "\\n" data )
+
+with shape written as `2x3` (empty for a scalar), dtype as safetensors spells it and data the tensor's bytes, row-major
+and little-endian. A file whose digest does not hold is refused whole. Writing goes to a temporary file beside the
+target, which then replaces it: a reader sees the old file or the new one, never a part. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bitdial.errors import BitdialError
+
+_DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def write_container(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    manifest: dict[str, Any],
+    *,
+    error: type[BitdialError],
+) -> str:
+    """Write `tensors` and `manifest` (JSON values) to `path` atomically and return the digest.
+
+    A failure raises `error` and leaves what was at `path` alone.
+    """
+    path = Path(path)
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    try:
+        text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        metadata = {"manifest": text, "digest": _digest(text, plain)}
+    except (TypeError, ValueError) as cause:
+        raise error(f"cannot write {path}: {cause}") from cause
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(plain, temporary, metadata)
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    except (OSError, SafetensorError) as cause:
+        raise error(f"cannot write {path}: {cause}; what was there before is untouched") from cause
+    finally:
+        temporary.unlink(missing_ok=True)
+    return metadata["digest"]
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_container(
+    path: str | os.PathLike[str], *, error: type[BitdialError]
+) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off."""
+    path = Path(path)
+    if not path.is_file():
+        raise error(f"there is no file {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as cause:
+        raise error(f"{path} is not a readable safetensors file (truncated or damaged?): {cause}") from cause
+    if set(metadata) != {"manifest", "digest"}:
+        raise error(f"{path} was not written by bitdial: its metadata lacks 'manifest' and 'digest'")
+    text, digest = metadata["manifest"], metadata["digest"]
+    if unknown := [n for n, t in tensors.items() if t.dtype not in _DTYPES]:
+        raise error(f"{path}: tensor {unknown[0]!r} has a type that bitdial does not write")
+    if _digest(text, tensors) != digest:
+        raise error(f"{path} is damaged: its content does not match its digest; get a fresh copy")
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{path}: its manifest is not JSON: {cause}") from cause
+    if not isinstance(manifest, dict):
+        raise error(f"{path}: its manifest must be a JSON object")
+    return tensors, manifest, digest
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    total = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        shape = "x".join(map(str, tensor.shape))
+        total.update(f"\n{name} {_DTYPES[tensor.dtype]} {shape}\n".encode())
+        if tensor.numel():
+            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

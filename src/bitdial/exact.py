@@ -1,0 +1,212 @@
+"""Code-exact evaluation: the definition that every kernel and backend must equal, bit for bit.
+
+A float convolution adds in whatever order its library likes, so two backends agree only nearly, and a value near the
+border between two codes may land on either side. Here every sum is a sum of integers, which has no order:
+
+- a quantised layer sums products of activation codes (less their zero-point) and weight integers. The weight integer is
+  the code, or 2 * code + 1 for schemes whose values lie at (code + 1/2);
+- a layer kept in float, a weight-only layer's input and an average pool are first rounded to fixed point, each sample
+  with its own power of two, with so many bits that the sums stay below 2^53. That is finer than float32's own rounding
+  for all but enormous sums;
+- what follows is float32, one rounding per operation, in this order:
+
+      y = float32(sum) * float32(act_scale * weight_step)      per channel
+      y = y + bias                                             if the layer has one
+      y = y * multiplier + offset                              if a batch norm follows
+      ...                                                      what the model does next (ReLU, additions, max pool)
+      code = clip(round_half_even(y / act_scale) + zero_point) the next layer's quantizer
+
+  with weight_step = weight_scale * 2^shift (half of it where the integer is 2 * code + 1), and for a norm
+  multiplier = float32(weight / sqrt(var + eps)), offset = float32(bias - mean * weight / sqrt(var + eps)), both
+  computed in float64.
+
+Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are; sums that a
+model takes by function (`x.mean(...)`, attention) are float32 sums and outside this definition.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitdial import functional as bf
+from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
+from bitdial.plan import dialled_layers
+
+_SUM_BITS = 52
+_MOST_BITS = 24
+
+
+def code_exact(model: nn.Module) -> nn.Module:
+    """A copy of the live `model` (from `load`) whose every sum is an integer sum; `set_bits` works on it as well."""
+    dialled_layers(model)
+    model = copy.deepcopy(model).eval()
+    for module in model.modules():
+        twin = _TWINS.get(type(module))
+        if twin is not None:
+            module.__class__ = twin  # the same state, another forward
+    return model
+
+
+def _fixed_point(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
+    """`x` as integers of at most `bits` bits (held in float64) times a power of two: returns (integers, power).
+
+    The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts.
+    """
+    wide = x.double()
+    dims = tuple(range(1, x.dim())) if by_sample else tuple(range(x.dim()))
+    largest = wide.abs().amax(dim=dims, keepdim=True) if dims else wide.abs()
+    exponent = (largest.view(torch.int64) >> 52) - 1022  # of float64: largest < 2**exponent
+    exponent = torch.where(largest > 0, exponent, 0) - bits
+    return (wide * _power_of_two(-exponent)).round_(), _power_of_two(exponent)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def _bits_for(terms: int, factors: int) -> int:
+    """Bits for each of `factors` numbers so that `terms` products of them sum below 2^53."""
+    return min((_SUM_BITS - math.ceil(math.log2(max(terms, 1)))) // factors, _MOST_BITS)
+
+
+def _sum(layer: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """The layer's sums of products in float64; exact for integers whose sums stay below 2^53."""
+    if isinstance(layer, nn.Conv2d):
+        with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
+            return layer._conv_forward(x, weight, None)
+    return F.linear(x, weight)
+
+
+def _over_channels(values: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
+    """View per-output-channel `values` so that they broadcast over the layer's output `y`."""
+    return values.view(-1, 1, 1) if isinstance(layer, nn.Conv2d) else values
+
+
+def _terms(weight: Tensor) -> int:
+    return weight[0].numel()
+
+
+def _quantized_forward(layer: PackedLayer, x: Tensor) -> Tensor:
+    layer.check_input(x)
+    codes, step = layer.weight_codes(layer.weight_bits)
+    integers = codes.double()
+    if bf.scheme_of(layer.scheme).offset:
+        integers, step = integers * 2 + 1, step / 2
+    if layer.act_scale is None:
+        y = _float_input_forward(layer, x, integers, step)
+    else:
+        scale, zero_point = layer.act_parameters()
+        a = bf.quantize_activation(x, scale, zero_point, bits=layer.act_bits, kind=layer.act_kind).double()
+        if zero_point is not None:
+            a -= zero_point.double()
+        y = _sum(layer, a, integers).float()
+        y = y * _over_channels(scale * step, y, layer)
+    bias = cast(Tensor | None, layer.bias)
+    return y if bias is None else y + _over_channels(bias, y, layer)
+
+
+def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
+    """Float input times integer weights: the input in fixed point, beside 9 bits of weight."""
+    bits = min(_SUM_BITS - 9 - math.ceil(math.log2(_terms(integers))), _MOST_BITS)
+    a, power = _fixed_point(x, bits, by_sample=x.dim() > 1)
+    y = (_sum(layer, a, integers) * power).float()
+    return y * _over_channels(step, y, layer)
+
+
+def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
+    """A layer kept in float: input and weight in fixed point."""
+    bits = _bits_for(_terms(layer.weight), factors=2)
+    a, power = _fixed_point(x, bits, by_sample=x.dim() > 1)
+    w, weight_power = _fixed_point(layer.weight.detach(), bits, by_sample=False)
+    y = _sum(layer, a, w) * power
+    y = (y * weight_power.reshape(())).float()
+    return y if layer.bias is None else y + _over_channels(layer.bias.detach(), y, layer)
+
+
+class ExactQuantizedConv2d(PackedConv2d):
+    """PackedConv2d by integer sums."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution, exactly."""
+        return _quantized_forward(self, input)
+
+
+class ExactQuantizedLinear(PackedLinear):
+    """PackedLinear by integer sums."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product, exactly."""
+        return _quantized_forward(self, input)
+
+
+class ExactConv2d(nn.Conv2d):
+    """A float convolution in fixed point."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution of the rounded input and weight, exactly."""
+        return _float_forward(self, input)
+
+
+class ExactLinear(nn.Linear):
+    """A float linear layer in fixed point."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product of the rounded input and weight, exactly."""
+        return _float_forward(self, input)
+
+
+class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch norm as one multiplication and one addition, each rounded once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """y * multiplier + offset."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        multiplier = 1 / (self.running_var.double() + self.eps).sqrt()
+        if self.affine:
+            multiplier = self.weight.detach().double() * multiplier
+        offset = -self.running_mean.double() * multiplier
+        if self.affine:
+            offset = self.bias.detach().double() + offset
+        shape = (1, -1, *(1,) * (input.dim() - 2))
+        return input * multiplier.float().view(shape) + offset.float().view(shape)
+
+
+class ExactAvgPool2d(nn.AvgPool2d):
+    """Average pooling in fixed point."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rounded quotient of an exact sum."""
+        return _pool(super().forward, input)
+
+
+class ExactAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """Adaptive average pooling in fixed point."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rounded quotient of an exact sum."""
+        return _pool(super().forward, input)
+
+
+def _pool(average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    terms = x.shape[-1] * x.shape[-2]
+    a, power = _fixed_point(x, _SUM_BITS - math.ceil(math.log2(terms)), by_sample=x.dim() > 3)
+    return (average(a) * power).float()
+
+
+_TWINS: dict[type[nn.Module], type[nn.Module]] = {
+    PackedConv2d: ExactQuantizedConv2d,
+    PackedLinear: ExactQuantizedLinear,
+    nn.Conv2d: ExactConv2d,
+    nn.Linear: ExactLinear,
+    nn.BatchNorm1d: ExactBatchNorm,
+    nn.BatchNorm2d: ExactBatchNorm,
+    nn.BatchNorm3d: ExactBatchNorm,
+    nn.AvgPool2d: ExactAvgPool2d,
+    nn.AdaptiveAvgPool2d: ExactAdaptiveAvgPool2d,
+}

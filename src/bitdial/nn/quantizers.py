@@ -1,0 +1,108 @@
+"""Quantizers own the learned scales; the arithmetic is in `bitdial.functional`.
+
+Scales of different widths are separate parameters, so that a width which takes no part in a pass has no gradient
+and an optimizer leaves its scale and its moments alone.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bitdial import functional as bf
+
+
+class WeightQuantizer(nn.Module):
+    """Fake-quantises a weight at any of `bit_choices`.
+
+    Parameters: `scale` (channels,), shared by all widths and belonging to the highest; or, for `lsq`, one such
+    tensor per width in `scales`; or none, for the schemes that derive it from the weight.
+    """
+
+    def __init__(
+        self, scales: Mapping[int, Tensor], *, bit_choices: tuple[int, ...], scheme: str, ties: str, channels: int
+    ):
+        super().__init__()
+        self.bit_choices, self.scheme, self.ties, self.channels = bit_choices, scheme, ties, channels
+        self.rule = bf.scheme_of(scheme)
+        if self.rule.scale == "shared":
+            self.scale = nn.Parameter(scales[bit_choices[0]].clone())
+        elif self.rule.scale == "per_bits":
+            self.scales = nn.ParameterDict({str(b): nn.Parameter(scales[b].clone()) for b in bit_choices})
+
+    def stored_bits(self, bits: int) -> int:
+        """The width whose codes `bits` is made from: the highest, or `bits` itself if the scheme cannot narrow."""
+        return self.bit_choices[0] if self.rule.narrows else bits
+
+    def learned_scale(self, bits: int) -> Tensor | None:
+        """The scale parameter that width `bits` uses; None if the scheme derives it from the weight."""
+        if self.rule.scale == "shared":
+            return self.scale
+        return self.scales[str(bits)] if self.rule.scale == "per_bits" else None
+
+    def scale_of(self, weight: Tensor, bits: int) -> Tensor:
+        """The scale (channels,) of the codes that width `bits` is made from."""
+        learned = self.learned_scale(bits)
+        if learned is not None:
+            return learned
+        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, channels=self.channels)
+
+    def codes(self, weight: Tensor, bits: int) -> Tensor:
+        """Integer codes (int8) of `weight` at `bits`."""
+        high = self.stored_bits(bits)
+        stored = bf.quantize(weight.detach(), self.scale_of(weight, bits).detach(), bits=high, scheme=self.scheme)
+        if not self.rule.narrows:
+            return stored
+        return bf.narrow(stored, high=high, low=bits, scheme=self.scheme, ties=self.ties)
+
+    def forward(self, weight: Tensor, bits: int) -> Tensor:
+        """`weight` as its `bits`-bit codes say it, differentiable."""
+        return bf.fake_quantize(
+            weight,
+            self.scale_of(weight, bits),
+            high=self.stored_bits(bits),
+            low=bits,
+            scheme=self.scheme,
+            ties=self.ties,
+            gradient_scale=bf.lsq_gradient_scale(weight.numel() // self.channels, bits, signed=True),
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.scheme}, channels={self.channels}"
+
+
+class ActivationQuantizer(nn.Module):
+    """Fake-quantises an activation with one learned scale (and zero-point, if asymmetric) per width."""
+
+    def __init__(self, scales: Mapping[int, Tensor], zero_points: Mapping[int, Tensor] | None, *, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.scales = nn.ParameterDict({str(b): nn.Parameter(s.clone()) for b, s in scales.items()})
+        self.zero_points = nn.ParameterDict({str(b): nn.Parameter(z.clone()) for b, z in (zero_points or {}).items()})
+
+    def zero_point_of(self, bits: int) -> Tensor | None:
+        """The learned zero-point (1,) at `bits`, None unless asymmetric."""
+        return self.zero_points[str(bits)] if self.kind == "asymmetric" else None
+
+    def forward(self, x: Tensor, bits: int) -> Tensor:
+        """`x` as its `bits`-bit codes say it, differentiable, in float32 even under autocast."""
+        with torch.autocast(x.device.type, enabled=False):
+            scale = self.scales[str(bits)]
+            elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
+            return bf.fake_quantize_activation(
+                x.to(scale.dtype),
+                scale,
+                self.zero_point_of(bits),
+                bits=bits,
+                kind=self.kind,
+                gradient_scale=bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed"),
+            )
+
+    def codes(self, x: Tensor, bits: int) -> Tensor:
+        """Integer codes of `x` at `bits`."""
+        return bf.quantize_activation(
+            x, self.scales[str(bits)].detach(), self.zero_point_of(bits), bits=bits, kind=self.kind
+        )
+
+    def extra_repr(self) -> str:
+        return self.kind

@@ -1,0 +1,164 @@
+"""Watch a model run on sample data: which layer runs when, on what input, and which layer feeds which norm."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from bitdial.errors import ConfigError, QuantizationError
+
+MOST_SAMPLES = 1 << 16
+
+Batch = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+@dataclass
+class LayerInput:
+    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the smallest of all."""
+
+    samples: list[Tensor] = field(default_factory=list)
+    minimum: float = float("inf")
+    last_call: int = -1
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, dict):
+        return model(**batch)
+    if isinstance(batch, tuple):
+        return model(*batch)
+    raise ConfigError(
+        f"a calibration batch must be a tensor, a tuple of arguments or a dict, got {type(batch).__name__}"
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode without gradients, then give every module its own mode back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
+    """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
+    seen: dict[str, LayerInput] = {}
+    calls = iter(range(1 << 62))
+
+    def record(name: str, x: Tensor) -> None:
+        entry = seen.setdefault(name, LayerInput())
+        entry.last_call = next(calls)
+        flat = x.detach().reshape(-1)
+        if flat.numel() == 0:
+            raise QuantizationError(f"layer {name!r}: the calibration batch gives it an empty input")
+        low, high = (float(v) for v in flat.aminmax())
+        if not (low > -float("inf") and high < float("inf")):  # also false for NaN
+            raise QuantizationError(
+                f"layer {name!r}: its calibration input holds NaN or infinity; check the "
+                "calibration batch and the weights of the layers before it"
+            )
+        entry.minimum = min(entry.minimum, low)
+        stride = -(-flat.numel() // MOST_SAMPLES)
+        entry.samples.append(flat[::stride].clone())
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            record(name, args[0] if args else kwargs["input"])
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(hook_for(n), with_kwargs=True) for n, m in layers.items()]
+    try:
+        with evaluating(model):
+            for batch in batches:
+                call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+class _Provenance(TorchFunctionMode):
+    """Carries, with each tensor, the names it was computed from, through every torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = WeakIdKeyDictionary()
+
+    def of(self, values: object) -> frozenset[str]:
+        """All names carried by the tensors in `values`."""
+        found: frozenset[str] = frozenset()
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                found |= self.names.get(leaf, frozenset())
+        return found
+
+    def mark(self, values: object, names: frozenset[str]) -> None:
+        """Let the tensors in `values` carry `names` and nothing else."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self.names[leaf] = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if names := self.of((args, kwargs)):
+            self.mark(out, names)
+        return out
+
+
+def find_leaders(
+    model: nn.Module, layers: Mapping[str, nn.Module], norms: Mapping[str, nn.Module], batch: Batch
+) -> dict[str, str]:
+    """For each norm, the layer whose weight bits it follows.
+
+    That is the layer which feeds it; where several do (after an addition or a concatenation), the one that ran last;
+    where none does (after a float stem), the first layer that it feeds. Norms connected to no layer are left out.
+    """
+    provenance = _Provenance()
+    leaders: dict[str, str] = {}
+    started: dict[str, int] = {}
+
+    def enter_layer(name: str, args: Any) -> None:
+        for source in provenance.of(args):
+            if source in norms:
+                leaders.setdefault(source, name)
+        started[name] = len(started)
+
+    def leave_norm(name: str, args: Any, out: Any) -> None:
+        sources = provenance.of(args)
+        feeding = [s for s in sources if s in layers]
+        if feeding:
+            leaders.setdefault(name, max(feeding, key=lambda s: started[s]))
+        elif name not in leaders:
+            provenance.mark(out, sources | {name})
+
+    handles = []
+    for name, layer in layers.items():
+        handles.append(
+            layer.register_forward_pre_hook(lambda m, a, k, name=name: enter_layer(name, (a, k)), with_kwargs=True)
+        )
+        handles.append(
+            layer.register_forward_hook(lambda m, a, out, name=name: provenance.mark(out, frozenset((name,))))
+        )
+    for name, norm in norms.items():
+        handles.append(norm.register_forward_hook(lambda m, a, out, name=name: leave_norm(name, a, out)))
+    try:
+        with evaluating(model), provenance:
+            call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return leaders

@@ -1,0 +1,177 @@
+"""Bit plans, and the dial: the one way to change which width a model runs at."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+from torch import nn
+
+from bitdial.errors import PlanError
+
+LayerBits = int | tuple[int, int]
+
+
+class DialledLayer(Protocol):
+    """What a layer offers to be switched: its choices, its selection, and how to change it."""
+
+    bit_choices: tuple[int, ...]
+    weight_bits: int
+    act_bits: int
+
+    def select_bits(self, weight_bits: int, act_bits: int) -> None:
+        """Select the widths; both are in `bit_choices`."""
+        ...
+
+
+class BitPlan(Mapping[str, tuple[int, int]]):
+    """Bits for each layer by name: {layer: bits} or {layer: (weight bits, activation bits)}. Immutable.
+
+    Layers that are not named take `default`; without one, a plan must name every layer of the model it is used on.
+    """
+
+    def __init__(self, layers: Mapping[str, LayerBits] | None = None, *, default: LayerBits | None = None):
+        self._layers = {name: _pair(bits, f"layer {name!r}") for name, bits in (layers or {}).items()}
+        self.default = None if default is None else _pair(default, "default")
+        if not self._layers and self.default is None:
+            raise PlanError("an empty plan: name layers, such as BitPlan({'layer1.0.conv1': 4}, default=8)")
+
+    def __getitem__(self, layer: str) -> tuple[int, int]:
+        if layer in self._layers:
+            return self._layers[layer]
+        if self.default is None:
+            raise KeyError(layer)
+        return self.default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BitPlan):
+            return NotImplemented
+        return self._layers == other._layers and self.default == other.default
+
+    def __hash__(self) -> int:
+        return hash((frozenset(self._layers.items()), self.default))
+
+    def __repr__(self) -> str:
+        layers = {name: _short(bits) for name, bits in self._layers.items()}
+        default = "" if self.default is None else f"default={_short(self.default)}"
+        return f"BitPlan({', '.join(filter(None, [str(layers) if layers else '', default]))})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values; `from_dict` gives an equal plan back."""
+        return {
+            "layers": {name: list(bits) for name, bits in self._layers.items()},
+            "default": None if self.default is None else list(self.default),
+        }
+
+    @classmethod
+    def from_dict(cls, values: object) -> "BitPlan":
+        """Build from `to_dict`'s output; anything else is a PlanError."""
+        if not isinstance(values, dict) or set(values) != {"layers", "default"}:
+            raise PlanError("a stored plan needs exactly 'layers' and 'default'")
+        layers, default = values["layers"], values["default"]
+        if not isinstance(layers, dict):
+            raise PlanError("a stored plan's 'layers' must map layer names to bits")
+        return cls(
+            {str(name): cast(LayerBits, tuple(b) if isinstance(b, list) else b) for name, b in layers.items()},
+            default=tuple(default) if isinstance(default, list) else default,
+        )
+
+
+def _pair(bits: object, where: str) -> tuple[int, int]:
+    pair = bits if isinstance(bits, tuple) else (bits, bits)
+    if len(pair) != 2 or any(type(b) is not int or not 2 <= b <= 8 for b in pair):
+        raise PlanError(
+            f"{where}: {bits!r} is not a bit-width; give a whole number from 2 to 8, or a pair "
+            "(weight bits, activation bits)"
+        )
+    return cast(tuple[int, int], pair)
+
+
+def _short(bits: tuple[int, int]) -> LayerBits:
+    return bits[0] if bits[0] == bits[1] else bits
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, DataParallel or torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
+    """The layers of `model` that `set_bits` switches, by name; an error if there are none."""
+    layers = {
+        name: cast(DialledLayer, module)
+        for name, module in unwrap(model).named_modules()
+        if hasattr(module, "select_bits")
+    }
+    if not layers:
+        raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
+    return layers
+
+
+def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
+    """The weight and activation bits that `bits` gives each layer of `model`; checks everything."""
+    layers = dialled_layers(model)
+    plan = bits if isinstance(bits, BitPlan) else BitPlan(default=bits)
+    if unknown := [name for name in plan if name not in layers]:
+        raise PlanError(
+            f"the plan names {_some(unknown)}, which the model does not have (or keeps in float); "
+            f"its quantised layers are {_some(list(layers))}"
+        )
+    if plan.default is None and (missing := [name for name in layers if name not in plan]):
+        raise PlanError(f"the plan says nothing about {_some(missing)}; name every layer or give a default")
+    chosen = {name: plan[name] for name in layers}
+    for name, pair in chosen.items():
+        for value in pair:
+            if value not in layers[name].bit_choices:
+                raise PlanError(
+                    f"layer {name!r}: bits={value} is not in bit_choices {layers[name].bit_choices}; "
+                    f"choose one of these or add {value} to QuantConfig.bit_choices and train again"
+                )
+    return chosen
+
+
+def set_bits(model: nn.Module, bits: "LayerBits | BitPlan") -> None:
+    """Switch `model` in place: one width, a pair (weight bits, activation bits), or a BitPlan.
+
+    Everything is checked before anything changes. Batch norms follow the weight bits of the layer that feeds them.
+    """
+    chosen = resolve_plan(model, bits)
+    layers = dialled_layers(model)
+    for name, pair in chosen.items():
+        layers[name].select_bits(*pair)
+    for module in unwrap(model).modules():
+        follows = getattr(module, "follows", None)
+        if isinstance(follows, str) and hasattr(module, "select_set"):
+            module.select_set(chosen[follows][0])  # type: ignore[operator]
+
+
+def get_bits(model: nn.Module) -> BitPlan:
+    """What each layer is set to now, as a plan that `set_bits` takes back."""
+    return BitPlan({name: (layer.weight_bits, layer.act_bits) for name, layer in dialled_layers(model).items()})
+
+
+@contextmanager
+def at_bits(model: nn.Module, bits: "LayerBits | BitPlan") -> Iterator[nn.Module]:
+    """Run a block with `model` set to `bits`, then put its former setting back."""
+    before = get_bits(model)
+    set_bits(model, bits)
+    try:
+        yield model
+    finally:
+        set_bits(model, before)
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(map(repr, names[:most]))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,119 @@
+"""Starting scales, from the weights and from what calibration saw."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bitdial import functional as bf
+from bitdial.errors import QuantizationError
+
+log = logging.getLogger(__name__)
+
+PERCENTILE = 0.999
+
+
+def weight_scales(
+    weight: Tensor, *, name: str, bit_choices: tuple[int, ...], scheme: str, ties: str, start: str, channels: int
+) -> dict[int, Tensor]:
+    """Starting weight scales (channels,), by the width they belong to; empty if the scheme derives them.
+
+    A shared scale belongs to the highest width and, with start='mse', minimises the squared error summed over all
+    widths: sum_b |W - W_b|^2.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
+    rows = weight.detach().reshape(channels, -1)
+    rule = bf.scheme_of(scheme)
+    if rule.scale == "shared":
+        return {bit_choices[0]: _weight_scale(rows, bit_choices[0], bit_choices, scheme, ties, start)}
+    if rule.scale == "per_bits":
+        return {b: _weight_scale(rows, b, (b,), scheme, ties, start) for b in bit_choices}
+    return {}
+
+
+def _weight_scale(rows: Tensor, high: int, widths: tuple[int, ...], scheme: str, ties: str, start: str) -> Tensor:
+    largest = rows.abs().amax(dim=1)
+    # A channel of zeros takes the tensor's own range: any positive scale gives it the right codes.
+    largest = torch.where(largest > 0, largest, largest.max())
+    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+    levels = 2 ** (high - 1)
+    if start == "3std":
+        mean, deviation = rows.mean(dim=1), rows.std(dim=1, correction=0)
+        reach = torch.maximum((mean - 3 * deviation).abs(), (mean + 3 * deviation).abs())
+        return torch.where(reach > 0, reach, largest) / levels
+    if start == "lsq":
+        size = 2 * rows.abs().mean(dim=1) * bf.code_range(high)[1] ** -0.5
+        return torch.where(size > 0, size, largest / levels)
+
+    def error(reach: Tensor) -> Tensor:
+        scale = largest * reach / levels
+        total = torch.zeros_like(largest)
+        for low in widths:
+            at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=scheme, ties=ties)
+            total += (at - rows).square_().sum(dim=1)
+        return total
+
+    return largest * _minimise(error, torch.zeros_like(largest), 0.1, 1.2) / levels
+
+
+def activation_start(
+    samples: Tensor, *, name: str, bit_choices: tuple[int, ...], kind: str, start: str
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Starting scales and (for an asymmetric kind) zero-points, (1,) each, by width."""
+    if not bool(samples.any()):
+        log.warning("layer %r: its calibration input is all zero; its activation range starts at 1", name)
+        samples = torch.ones_like(samples)
+    scales, zero_points = {}, {}
+    for bits in bit_choices:
+        scale, zero_point = _activation_scale(samples, bits, kind, start)
+        scales[bits] = scale.reshape(1)
+        if zero_point is not None:
+            zero_points[bits] = zero_point.reshape(1)
+    return scales, zero_points
+
+
+def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tuple[Tensor, Tensor | None]:
+    magnitude = samples.abs()
+    levels = 2 ** (bits - 1) if kind == "signed" else 2**bits - 1
+    if kind == "asymmetric":
+        low, high = samples.min().clamp(max=0), samples.max().clamp(min=0)
+    else:
+        low, high = samples.new_zeros(()), magnitude.max()
+
+    def at(reach: Tensor) -> tuple[Tensor, Tensor | None]:
+        scale = (high - low) * reach / levels
+        zero_point = (-low * reach / scale).round() if kind == "asymmetric" else None
+        return scale, zero_point
+
+    if start == "3std":
+        kept = torch.quantile(magnitude, PERCENTILE)
+        return at(torch.where(kept > 0, kept / magnitude.max(), 1.0))
+    if start == "lsq":
+        size = 2 * magnitude.mean() * bf.code_range(bits, signed=kind == "signed")[1] ** -0.5
+        return at((size * levels / (high - low)).clamp(max=1.0))
+
+    def error(reach: Tensor) -> Tensor:
+        scale, zero_point = at(reach)
+        out = bf.fake_quantize_activation(samples, scale, zero_point, bits=bits, kind=kind)
+        return (out - samples).square_().sum()
+
+    return at(_minimise(error, samples.new_zeros(()), 0.02, 1.1))
+
+
+def _minimise(error: Callable[[Tensor], Tensor], like: Tensor, low: float, high: float) -> Tensor:
+    """The reach in [low, high] of least `error`, elementwise over the shape of `like`: a grid, then a finer one."""
+    best, least = torch.ones_like(like), torch.full_like(like, float("inf"))
+    spacing = (high - low) / 40
+    coarse = [low + spacing * i for i in range(41)]
+    for value in coarse:
+        reach = torch.full_like(like, value)
+        now = error(reach)
+        best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
+    centre = best
+    for step in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75):
+        reach = (centre + spacing * step).clamp_min(low / 2)
+        now = error(reach)
+        best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
+    return best

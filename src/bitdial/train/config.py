@@ -1,0 +1,78 @@
+"""Settings of joint training."""
+
+from dataclasses import dataclass
+
+from bitdial.config import Config, check_choice
+from bitdial.errors import ConfigError
+
+OPTIMIZERS = ("adam", "adamw", "sgd")
+UPDATES = ("separate", "accumulated")
+ALRS_READINGS = ("relative", "literal", "off")
+SCALE_STATES = ("shared", "per_bits")
+SCALE_STEPS = ("relative", "absolute")
+SCHEDULES = ("cosine", "constant")
+DISTILLATIONS = ("none", "progressive", "teacher", "in_place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Config):
+    """How to train; the defaults are the paper's (Adam 5e-4, weight decay 5e-5, 90 epochs, cosine, no warm-up).
+
+    update          'separate': each bit-width updates at once (Algorithm A.2); 'accumulated': one step for the sum of
+                    all losses (Algorithm A.1)
+    alrs            Adaptive Learning Rate Scaling of the scales: 'relative', 'literal' (floored at 0) or 'off';
+                    see `bitdial.train.alrs`
+    scale_lr        rate of the scales before ALRS; None: the same as `lr`
+    scale_state     the shared weight scale's optimizer state: one, or one 'per_bits'
+    scale_step      how a scale moves: 'relative' to its size, or 'absolute' as the paper has it; see
+                    `bitdial.train.guard`
+    clip_norm       largest norm of the weights' gradient
+    autocast        None or 'bfloat16'; the quantizers stay in float32
+    distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
+                    (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
+    distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
+    checkpoint_every  steps between checkpoints, besides one after each epoch
+    """
+
+    epochs: int = 90
+    lr: float = 5e-4
+    weight_decay: float = 5e-5
+    optimizer: str = "adam"
+    update: str = "separate"
+    alrs: str = "relative"
+    scale_lr: float | None = None
+    scale_state: str = "shared"
+    scale_step: str = "relative"
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    clip_norm: float | None = None
+    autocast: str | None = None
+    distill: str = "none"
+    distill_weight: float = 0.7
+    temperature: float = 1.0
+    checkpoint_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("update", self.update, UPDATES)
+        check_choice("alrs", self.alrs, ALRS_READINGS)
+        check_choice("scale_state", self.scale_state, SCALE_STATES)
+        check_choice("scale_step", self.scale_step, SCALE_STEPS)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("distill", self.distill, DISTILLATIONS)
+        check_choice("autocast", self.autocast, (None, "bfloat16"))
+        if type(self.epochs) is not int or self.epochs < 1:
+            raise ConfigError(f"epochs={self.epochs!r} must be a whole number, at least 1")
+        for name in ("lr", "temperature", "clip_norm", "scale_lr", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name}={value!r} must be a positive number")
+        if not 0 <= self.weight_decay < float("inf") or self.warmup_steps < 0:
+            raise ConfigError("weight_decay and warmup_steps must not be negative")
+        if not 0 <= self.distill_weight <= 1:
+            raise ConfigError(f"distill_weight={self.distill_weight!r} must lie between 0 and 1")
+        if self.update == "accumulated" and (self.alrs != "off" or self.scale_state != "shared"):
+            raise ConfigError(
+                "update='accumulated' takes one step for all widths, so there is no rate or state per "
+                "width: set alrs='off' and scale_state='shared'"
+            )

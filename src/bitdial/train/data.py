@@ -1,0 +1,136 @@
+"""Data in memory whose order and augmentation are functions of (seed, epoch, index): resumable at any batch."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitdial.errors import ConfigError
+from bitdial.observe import Batch
+
+
+@dataclass
+class Sample:
+    """One batch: inputs for the model, targets for the loss, and the samples' indices if known."""
+
+    inputs: Batch
+    targets: Any
+    index: Tensor | None = None
+
+
+class TrainingData(Protocol):
+    """What `train` iterates over."""
+
+    resumable: bool
+
+    def __len__(self) -> int:
+        """Batches an epoch."""
+        ...
+
+    def batches(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+        """The batches of `epoch` from number `start` on; of each, the share of `rank` among `world`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Augmentation of images (batch, channels, height, width): shift by up to `pixels` with zero padding, then flip."""
+
+    pixels: int = 0
+    flip: bool = False
+
+    def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Augment `images`; `draws` (batch, 3) in [0, 1) decide down, right and flip for each image."""
+        count, _, height, width = images.shape
+        span = 2 * self.pixels + 1
+        if self.pixels:
+            padded = F.pad(images, (self.pixels,) * 4)
+            down = (draws[:, 0] * span).long()
+            right = (draws[:, 1] * span).long()
+            rows = down[:, None] + torch.arange(height, device=images.device)
+            columns = right[:, None] + torch.arange(width, device=images.device)
+            which = torch.arange(count, device=images.device)[:, None, None]
+            images = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+        if self.flip:
+            images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images, images.flip(3))
+        return images.contiguous()
+
+
+class ArrayData:
+    """Training data from tensors: shuffled, batched, augmented by (seed, epoch, index) alone.
+
+    Several ranks take equal shares of each batch; what does not divide is dropped from the last batch.
+    """
+
+    resumable = True
+
+    def __init__(
+        self, inputs: Tensor, targets: Tensor, *, batch_size: int, seed: int = 0, augment: Shift | None = None
+    ):
+        if len(inputs) != len(targets) or len(inputs) == 0:
+            raise ConfigError(f"inputs and targets must have one length above 0, got {len(inputs)} and {len(targets)}")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        self.inputs, self.targets = inputs, targets
+        self.batch_size, self.seed, self.augment = min(batch_size, len(inputs)), seed, augment
+
+    @property
+    def samples(self) -> int:
+        """The size of the training set."""
+        return len(self.inputs)
+
+    def __len__(self) -> int:
+        return -(-len(self.inputs) // self.batch_size)
+
+    def batches(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+        """The batches of `epoch` from number `start` on."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.inputs), generator=generator)
+        draws = torch.rand(len(self.inputs), 3, generator=generator)
+        for number in range(start, len(self)):
+            index = order[number * self.batch_size : (number + 1) * self.batch_size]
+            share = len(index) // world
+            if share == 0:
+                continue
+            index = index[rank * share : (rank + 1) * share]
+            there = index.to(self.inputs.device)
+            inputs = self.inputs[there]
+            if self.augment is not None:
+                inputs = self.augment(inputs, draws[index].to(inputs.device))
+            yield Sample(inputs, self.targets[there], index)
+
+
+class LoaderData:
+    """A user's own iterable of (inputs, targets) or (inputs, targets, index) batches.
+
+    Its order is its own affair: an exact resume needs one that repeats itself. Under several processes it must shard by
+    itself (torch's DistributedSampler); `set_epoch` of its sampler is called.
+    """
+
+    resumable = False
+
+    def __init__(self, loader: Iterable[Any]):
+        if not hasattr(loader, "__len__"):
+            raise ConfigError("the training data needs a length (batches an epoch) for the learning-rate schedule")
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def batches(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+        """The batches of `epoch` from number `start` on, by running over those before it."""
+        sampler = getattr(self.loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        for number, batch in enumerate(self.loader):
+            if number < start:
+                continue
+            if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+                raise ConfigError(
+                    "a training batch must be (inputs, targets) or (inputs, targets, index), got "
+                    f"{type(batch).__name__}"
+                )
+            yield Sample(*batch)

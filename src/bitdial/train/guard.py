@@ -1,0 +1,108 @@
+"""Stop a run that has gone wrong, and say where."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitdial.errors import TrainingError
+from bitdial.nn import QuantLayer
+from bitdial.observe import Batch, call, evaluating
+
+SMALLEST_SHARE = 2.0**-10
+
+
+class ScaleGuard:
+    """Bounds the updates of the scales, and notices a scale that has collapsed.
+
+    A step of Adam has the size of the learning rate whatever the size of the parameter, and scales span orders of
+    magnitude: a rate that is slow for a 2-bit activation scale near 1 carries an 8-bit weight scale near 0.001 past
+    zero at once. With `relative`, the optimizer's step is therefore read as a share of the scale: scale * (1 + step).
+    In any case an update at most halves a scale; one that falls below 1/1024 of its start, or is not finite, stops the
+    run.
+    """
+
+    def __init__(self, model: nn.Module, *, relative: bool):
+        self.relative = relative
+        self.names: list[str] = []
+        self.scales: list[Tensor] = []
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLayer):
+                for key, parameter in module.named_parameters():
+                    if "quantizer.scale" in key and not any(parameter is s for s in self.scales):
+                        self.names.append(f"{name}.{key}")
+                        self.scales.append(parameter)
+        self.floors = [s.detach() * SMALLEST_SHARE for s in self.scales]
+
+    @contextmanager
+    def watch(self, *, step: int, bits: int) -> Iterator[None]:
+        """Bound the update that happens inside the block, then check its outcome."""
+        if not self.scales:
+            yield
+            return
+        before = [s.detach().clone() for s in self.scales]
+        yield
+        with torch.no_grad():
+            self._bound(before)
+            now = torch.cat([s.reshape(-1) for s in self.scales])
+            floor = torch.cat([f.reshape(-1) for f in self.floors])
+            if bool(((now > floor) & (now < float("inf"))).all()):
+                return
+            self._raise(step, bits)
+
+    def _bound(self, before: list[Tensor]) -> None:
+        if self.relative:
+            steps = torch._foreach_sub(self.scales, before)
+            torch._foreach_copy_(self.scales, torch._foreach_addcmul(before, before, steps))
+        torch._foreach_maximum_(self.scales, torch._foreach_mul(before, 0.5))
+
+    def _raise(self, step: int, bits: int) -> None:
+        for name, scale, floor in zip(self.names, self.scales, self.floors, strict=True):
+            if not bool(((scale > floor) & torch.isfinite(scale)).all()):
+                raise TrainingError(
+                    f"step {step}, {bits} bits: the scale {name!r} collapsed (smallest value {float(scale.min()):.3g}, "
+                    f"started at {float(floor.min()) / SMALLEST_SHARE:.3g}); lower scale_lr, or use "
+                    "scale_step='relative'. The last checkpoint is intact"
+                )
+
+
+def check_loss(loss: Tensor, model: nn.Module, inputs: Batch, *, step: int, bits: int) -> None:
+    """Raise TrainingError, naming the layer where it began, if `loss` is not finite."""
+    if bool(torch.isfinite(loss)):
+        return
+    raise TrainingError(
+        f"step {step}, {bits} bits: the loss is {float(loss):g}; {find_culprit(model, inputs)}. "
+        "The last checkpoint is intact"
+    )
+
+
+def find_culprit(model: nn.Module, inputs: Batch) -> str:
+    """Where values that are not finite come from: the input, a parameter, or the first layer that puts them out."""
+    if not all(_finite(leaf) for leaf in torch.utils._pytree.tree_leaves(inputs)):
+        return "the input batch holds NaN or infinity"
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            return f"the parameter {name!r} holds NaN or infinity"
+    found: list[str] = []
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if not found and not all(_finite(leaf) for leaf in torch.utils._pytree.tree_leaves(out)):
+                found.append(name)
+
+        return hook
+
+    handles = [m.register_forward_hook(hook_for(n)) for n, m in model.named_modules() if n]
+    try:
+        with evaluating(model):
+            call(model, inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return f"layer {found[0]!r} put out NaN or infinity" if found else "every layer's output is finite: check the loss"
+
+
+def _finite(value: object) -> bool:
+    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())

@@ -1,0 +1,178 @@
+"""train(model, data, config): the whole run, from the first step to the last, resumable at any of them."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitdial.errors import TrainingError
+from bitdial.observe import Batch
+from bitdial.plan import set_bits
+from bitdial.train import distributed
+from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
+from bitdial.train.config import TrainConfig
+from bitdial.train.data import LoaderData, TrainingData
+from bitdial.train.evaluate import evaluate
+from bitdial.train.progress import make_progress
+from bitdial.train.steps import JointStep, LossFunction, StepReport
+
+log = logging.getLogger(__name__)
+
+GRADIENT_SAMPLES = 8  # an epoch
+
+
+@dataclass
+class History:
+    """What a run leaves behind: a row per epoch, and samples of the scale gradients.
+
+    A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `train_top1`, `top1` (if
+    evaluated), `scale_rate` (mean ALRS rate) and `stopped` (share of steps at which that rate was 0).
+    `gradients` has, by width, a list of {"step", "weight": per layer, "act": per layer}: the largest scale gradients.
+    """
+
+    layers: list[str]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    gradients: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The history as JSON values."""
+        return {"layers": self.layers, "rows": self.rows, "gradients": self.gradients}
+
+
+class _Totals:
+    """Sums over the steps of one epoch, by width."""
+
+    def __init__(self, saved: dict[str, Any] | None = None):
+        self.sums: dict[str, dict[str, float]] = saved or {}
+
+    def add(self, report: StepReport) -> None:
+        for bits, loss in report.loss.items():
+            mine = self.sums.setdefault(
+                str(bits), dict.fromkeys(("steps", "loss", "right", "seen", "rate", "zero"), 0.0)
+            )
+            rate = report.scale_rate.get(bits, report.lr)
+            right = float(report.correct[bits]) if bits in report.correct else 0.0
+            seen = report.seen if bits in report.correct else 0
+            for name, value in zip(mine, (1, float(loss), right, seen, rate, rate == 0.0), strict=True):
+                mine[name] += value
+
+    def row(self, epoch: int, lr: float, seconds: float) -> dict[str, Any]:
+        items = self.sums.items()
+        return {
+            "epoch": epoch,
+            "lr": lr,
+            "seconds": seconds,
+            "loss": {b: s["loss"] / s["steps"] for b, s in items},
+            "train_top1": {b: s["right"] / s["seen"] for b, s in items if s["seen"]},
+            "scale_rate": {b: s["rate"] / s["steps"] for b, s in items},
+            "stopped": {b: s["zero"] / s["steps"] for b, s in items},
+        }
+
+
+def train(
+    model: nn.Module,
+    data: TrainingData | Iterable[Any],
+    config: TrainConfig,
+    *,
+    loss: LossFunction = F.cross_entropy,
+    evaluate_on: list[tuple[Batch, Tensor]] | None = None,
+    teacher: nn.Module | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> History:
+    """Train the prepared `model` in place at all of its widths, and leave it at the highest, in eval mode.
+
+    `data` is an ArrayData, or any sized iterable of (inputs, targets) or (inputs, targets, index). `evaluate_on` is
+    evaluated at every width after each epoch. With `checkpoint`, the run saves itself there after each epoch, every
+    `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on from it.
+    Under torchrun it joins the other processes by itself.
+    """
+    distributed.join(next(model.parameters()).device)
+    source = cast(TrainingData, data) if hasattr(data, "batches") else LoaderData(data)
+    wrapped = distributed.wrap(model)
+    samples = getattr(source, "samples", None)
+    step = JointStep(wrapped, config, steps_per_epoch=len(source), loss=loss, teacher=teacher, samples=samples)
+    history = History(layers=list(step.layers))
+    first_epoch, first_batch, totals = 0, 0, _Totals()
+    if checkpoint is not None and Path(checkpoint).exists():
+        extra = load_checkpoint(checkpoint, step)
+        first_epoch, first_batch = divmod(step.step, len(source))
+        history = History(**extra["history"])
+        totals = _Totals(extra["totals"])
+        if first_batch and not source.resumable:
+            log.warning(
+                "resuming inside an epoch of a loader whose order bitdial does not know: the run equals one that "
+                "never stopped only if the loader repeats the same order; use ArrayData for certainty"
+            )
+    every = max(len(source) // GRADIENT_SAMPLES, 1)
+
+    def save() -> None:
+        if checkpoint is not None:
+            save_checkpoint(checkpoint, step, {"history": history.to_dict(), "totals": totals.sums})
+
+    view = make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps)
+    with view, _until_terminated() as stop:
+        for epoch in range(first_epoch, config.epochs):
+            began, first = time.monotonic(), first_batch if epoch == first_epoch else 0
+            shares = source.batches(epoch, start=first, rank=distributed.rank(), world=distributed.world_size())
+            for number, batch in enumerate(shares, start=first):
+                report = step(batch.inputs, batch.targets, batch.index)
+                totals.add(report)
+                if number % every == 0:
+                    _sample_gradients(history, step.step - 1, report)
+                view.step(epoch, step.step, report)
+                due = config.checkpoint_every is not None and step.step % config.checkpoint_every == 0
+                if stop.is_set():
+                    save()
+                    raise TrainingError(
+                        f"stopped by SIGTERM after step {step.step}"
+                        + (f"; run again to go on from {checkpoint}" if checkpoint is not None else "")
+                    )
+                if due and number + 1 < len(source):
+                    save()
+            if step.step != (epoch + 1) * len(source):
+                raise TrainingError(
+                    f"epoch {epoch + 1} gave {step.step - epoch * len(source)} batches instead of the "
+                    f"{len(source)} that the data's length promises"
+                )
+            step.end_epoch()
+            row = totals.row(epoch, step.learning_rate(), time.monotonic() - began)
+            if evaluate_on is not None:
+                row["top1"] = {str(b): v for b, v in evaluate(model, evaluate_on, step.bit_choices).items()}
+            history.rows.append(row)
+            totals = _Totals()
+            save()
+            view.epoch(row)
+    set_bits(model, step.bit_choices[0])
+    model.eval()
+    return history
+
+
+def _sample_gradients(history: History, step: int, report: StepReport) -> None:
+    for bits, peaks in report.weight_scale_peaks.items():
+        act = report.act_scale_peaks[bits]
+        entry = {"step": step, "weight": peaks.tolist(), "act": act.tolist()}
+        history.gradients.setdefault(str(bits), []).append(entry)
+
+
+@contextmanager
+def _until_terminated() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that the loop can save first; outside the main thread it is never set."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,200 @@
+"""One batch through all widths: Algorithm A.2 (each width updates at once) or A.1 (one step for the sum).
+
+step = JointStep(model, TrainConfig(epochs=90), steps_per_epoch=len(loader))
+for epoch in range(90):
+    for inputs, targets in loader:
+        report = step(inputs, targets)
+    step.end_epoch()
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bitdial.errors import ConfigError
+from bitdial.nn import QuantLayer
+from bitdial.observe import Batch, call
+from bitdial.plan import dialled_layers, set_bits, unwrap
+from bitdial.train import distributed
+from bitdial.train.alrs import layer_peaks, scaled_rate
+from bitdial.train.config import TrainConfig
+from bitdial.train.distill import Distiller
+from bitdial.train.guard import ScaleGuard, check_loss
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class StepReport:
+    """What one step did, by width: loss, samples right (and seen), rate of the scales, gradient peaks per layer."""
+
+    lr: float
+    loss: dict[int, Tensor] = field(default_factory=dict)
+    correct: dict[int, Tensor] = field(default_factory=dict)
+    seen: int = 0
+    scale_rate: dict[int, float] = field(default_factory=dict)
+    weight_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
+    act_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
+
+
+class JointStep:
+    """Trains a prepared model one batch at a time, at all of its widths.
+
+    `loss` takes (model output, targets). `teacher` goes with distill='teacher', `samples` (the size of the training
+    set) with distill='progressive'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        *,
+        steps_per_epoch: int,
+        loss: LossFunction = F.cross_entropy,
+        teacher: nn.Module | None = None,
+        samples: int | None = None,
+    ):
+        if steps_per_epoch < 1:
+            raise ConfigError(f"steps_per_epoch={steps_per_epoch} must be at least 1; is the data empty?")
+        self.model, self.config, self.loss_function = model, config, loss
+        self.total_steps = steps_per_epoch * config.epochs
+        self.step = 0
+        self.layers = {n: m for n, m in dialled_layers(model).items() if isinstance(m, QuantLayer)}
+        if not self.layers:
+            raise ConfigError("the model holds integers only (it was loaded to run); load_trainable(path) trains on")
+        self.bit_choices = next(iter(self.layers.values())).bit_choices
+        self.distiller = Distiller(config, teacher=teacher, samples=samples)
+        self.scales, self.weights = split_parameters(unwrap(model))
+        self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
+        self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
+        self.scale_optimizers = self._scale_optimizers()
+
+    def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
+        """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own."""
+        if self.config.scale_state == "shared":
+            shared = make_optimizer(self.config, self.scales, 0.0)
+            return dict.fromkeys(self.bit_choices, shared)
+        return {bits: make_optimizer(self.config, self.scales, 0.0) for bits in self.bit_choices}
+
+    def learning_rate(self) -> float:
+        """The learning rate of the current step: warm-up, then cosine to 0 (or constant)."""
+        config, step = self.config, self.step
+        if step < config.warmup_steps:
+            return config.lr * (step + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.lr
+        span = max(self.total_steps - config.warmup_steps, 1)
+        return config.lr * 0.5 * (1 + math.cos(math.pi * min((step - config.warmup_steps) / span, 1.0)))
+
+    def __call__(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
+        """Train on one batch, in place; the model is left at its lowest width."""
+        lr = self.learning_rate()
+        report = StepReport(lr=lr)
+        self.model.train()
+        self.distiller.begin(inputs)
+        self._clear_gradients()
+        for bits in self.bit_choices:
+            set_bits(self.model, bits)
+            loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
+            check_loss(distributed.mean(loss.detach()), unwrap(self.model), inputs, step=self.step, bits=bits)
+            loss.backward()
+            distributed.average_norms(self.model)
+            self._record(report, bits, loss, output, targets)
+            if self.config.update == "separate":
+                self._update(report, bits, lr)
+                self._clear_gradients()
+        if self.config.update == "accumulated":
+            self._update(report, self.bit_choices[0], lr)
+        self.step += 1
+        return report
+
+    def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
+        device = next(self.model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast is not None):
+            output = call(self.model, inputs)
+            hard = self.loss_function(output, targets)
+            return self.distiller.loss(hard, output, highest=highest, index=index), output
+
+    def _update(self, report: StepReport, bits: int, lr: float) -> None:
+        """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
+        peak = 0.0
+        if self.config.alrs != "off":
+            peak = float(layer_peaks(self._scale_gradients()).mean())
+        scale_lr = lr if self.config.scale_lr is None else lr * self.config.scale_lr / self.config.lr
+        shift = self.bit_choices[0] - bits
+        rate = scaled_rate(scale_lr, shift=shift, peak=peak, reading=self.config.alrs)
+        report.scale_rate[bits] = rate
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
+        _step(self.weight_optimizer, lr)
+        with self.guard.watch(step=self.step, bits=bits):
+            _step(self.scale_optimizers[bits], rate)
+
+    def _scale_gradients(self) -> list[list[Tensor]]:
+        """Gradients of the scales that took part in the last pass, by layer."""
+        found = [
+            [s.grad for s in layer.active_scales() if s is not None and s.grad is not None]
+            for layer in self.layers.values()
+        ]
+        return [gradients for gradients in found if gradients]
+
+    def _clear_gradients(self) -> None:
+        for parameter in (*self.weights, *self.scales):
+            parameter.grad = None
+
+    def _record(self, report: StepReport, bits: int, loss: Tensor, output: Any, targets: Any) -> None:
+        report.loss[bits] = loss.detach()
+        if isinstance(output, Tensor) and isinstance(targets, Tensor) and targets.dtype == torch.int64:
+            right = output.detach().argmax(dim=-1) == targets
+            report.correct[bits], report.seen = right.sum(), right.numel()
+        scales = [layer.active_scales() for layer in self.layers.values()]
+        report.weight_scale_peaks[bits] = _peaks([weight for weight, _ in scales])
+        report.act_scale_peaks[bits] = _peaks([act for _, act in scales])
+
+    def end_epoch(self) -> None:
+        """Call after each epoch; progressive distillation turns its pages here."""
+        self.distiller.end_epoch()
+
+
+def _peaks(scales: list[Tensor | None]) -> Tensor:
+    """The largest gradient of each scale by magnitude; 0 where there is none."""
+    peaks = torch.zeros(len(scales))
+    found = {i: s.grad.detach() for i, s in enumerate(scales) if s is not None and s.grad is not None}
+    if found:
+        largest = torch._foreach_norm(list(found.values()), float("inf"))
+        peaks[list(found)] = torch.stack(largest).float().cpu()
+    return peaks
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of the quantizers, and all others; each parameter once, in the model's order."""
+    scales = [
+        parameter
+        for module in model.modules()
+        if isinstance(module, QuantLayer)
+        for quantizer in (module.weight_quantizer, module.act_quantizer)
+        if quantizer is not None
+        for parameter in quantizer.parameters()
+    ]
+    scales = list(dict.fromkeys(scales))
+    mine = set(scales)
+    return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]
+
+
+def make_optimizer(config: TrainConfig, parameters: list[nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
+    """The optimizer that `config` names, over `parameters`."""
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9, weight_decay=weight_decay)
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=config.lr, weight_decay=weight_decay)
+
+
+def _step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()

@@ -1,0 +1,118 @@
+"""Switchable batch norm: plain batch norms that do not touch one another."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitdial.nn import SwitchableBatchNorm
+
+BITS = (8, 4, 2)
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained_norm() -> nn.BatchNorm2d:
+    """A norm whose parameters and statistics are not the initial ones."""
+    norm = nn.BatchNorm2d(3, eps=1e-3, momentum=0.2)
+    norm(randn(8, 3, 4, 4, seed=0) * 2 + 1)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.uniform_(norm.bias, -1, 1)
+    return norm
+
+
+def switchable(norm: nn.Module) -> SwitchableBatchNorm:
+    return SwitchableBatchNorm(norm, bit_choices=BITS, follows="conv1")
+
+
+def test_every_set_starts_as_the_float_norm() -> None:
+    norm = trained_norm().eval()
+    switch = switchable(norm)
+    x = randn(2, 3, 5, 5, seed=1)
+    assert switch.follows == "conv1"
+    assert switch.bits == 8
+    for bits in BITS:
+        switch.select_set(bits)
+        assert torch.equal(switch(x), norm(x))
+
+
+def test_only_the_selected_set_learns_statistics() -> None:
+    norm = trained_norm()
+    switch = switchable(norm)
+    before = copy.deepcopy(switch.state_dict())
+    x = randn(8, 3, 4, 4, seed=2) * 5 - 3
+    switch.select_set(4)
+    out = switch(x)
+    expected = copy.deepcopy(norm)
+    assert torch.equal(out, expected(x))
+    for name, value in switch.state_dict().items():
+        if ".4." in name or name.startswith("sets.4."):
+            assert torch.equal(value, expected.state_dict()[name.removeprefix("sets.4.")])
+        else:
+            assert torch.equal(value, before[name]), name
+    assert not torch.equal(switch.sets["4"].running_mean, switch.sets["8"].running_mean)
+    assert torch.equal(norm.running_mean, switch.sets["8"].running_mean)  # nor does the float norm
+
+
+def test_only_the_selected_set_gets_gradients() -> None:
+    switch = switchable(trained_norm())
+    switch.select_set(2)
+    switch(randn(4, 3, 4, 4, seed=3)).square().sum().backward()
+    received = {name for name, p in switch.named_parameters() if p.grad is not None}
+    assert received == {"sets.2.weight", "sets.2.bias"}
+
+
+def test_sets_share_nothing() -> None:
+    norm = trained_norm()
+    switch = switchable(norm)
+    tensors = [*norm.state_dict().values(), *switch.state_dict().values()]
+    assert len({t.data_ptr() for t in tensors}) == 4 * len(norm.state_dict())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_norm_is_kept(training: bool) -> None:
+    """Also in the wrapper: a norm that was frozen must not read as training."""
+    switch = switchable(trained_norm().train(training))
+    assert {module.training for module in switch.modules()} == {training}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+    ],
+    ids=str,
+)
+def test_unusual_norms(arguments: dict[str, Any]) -> None:
+    norm = nn.BatchNorm2d(3, **arguments)
+    switch = switchable(norm)
+    x = randn(4, 3, 2, 2, seed=4) + 1
+    for bits in BITS:
+        switch.select_set(bits)
+        assert torch.equal(switch(x), copy.deepcopy(norm)(x))
+
+
+def test_state_dict_round_trip() -> None:
+    switch = switchable(trained_norm())
+    for bits in BITS:
+        switch.select_set(bits)
+        switch(randn(4, 3, 2, 2, seed=bits) * bits)
+    other = switchable(nn.BatchNorm2d(3, eps=1e-3))
+    other.load_state_dict(switch.state_dict(), strict=True)
+    x = randn(2, 3, 2, 2, seed=5)
+    for bits in BITS:
+        switch.select_set(bits)
+        other.select_set(bits)
+        assert torch.equal(other.eval()(x), switch.eval()(x))
+
+
+def test_repr_says_what_it_follows() -> None:
+    assert "follows='conv1'" in repr(switchable(nn.BatchNorm2d(3)))
