@@ -175,9 +175,7 @@ def test_shortcuts_exist_only_where_the_shape_changes(name: str, expected: set[s
         ("cifar_resnet", {"blocks": 1, "width": 8, "in_channels": 1}, (1, 8, 8)),
     ],
 )
-def test_image_models_forward_and_backward(
-    name: str, arguments: dict[str, int], shape: tuple[int, ...]
-) -> None:
+def test_image_models_forward_and_backward(name: str, arguments: dict[str, int], shape: tuple[int, ...]) -> None:
     model = build_model(name, **arguments)
     logits = model(images(2, *shape))
     assert logits.shape == (2, arguments.get("num_classes", 10))

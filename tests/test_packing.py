@@ -97,9 +97,7 @@ def test_any_codes(data: st.DataObject, bits: int, signed: bool, count: int) -> 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("count", [15, 16, 17, 31, 32, 33, 100])
-def test_chunks_join_without_a_seam(
-    count: int, bits: int, signed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_join_without_a_seam(count: int, bits: int, signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_CHUNK", 16)
     check(random_codes(count, bits, signed), bits, signed)
 

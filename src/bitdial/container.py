@@ -13,7 +13,8 @@ target, which then replaces it: a reader sees the old file or the new one, never
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,21 @@ def write_container(
         metadata = {"manifest": text, "digest": _digest(text, plain)}
     except (TypeError, ValueError) as cause:
         raise error(f"cannot write {path}: {cause}") from cause
+    with replacing(path, error=error) as temporary:
+        save_file(plain, temporary, metadata)
+    return metadata["digest"]
+
+
+@contextmanager
+def replacing(path: Path, *, error: type[BitdialError]) -> Iterator[Path]:
+    """Write a file atomically: the block fills the temporary path that it is given, which then replaces `path`.
+
+    A failure to write raises `error`, removes the temporary file and leaves what was at `path` alone.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(plain, temporary, metadata)
+        yield temporary
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)
@@ -67,7 +79,6 @@ def write_container(
         raise error(f"cannot write {path}: {cause}; what was there before is untouched") from cause
     finally:
         temporary.unlink(missing_ok=True)
-    return metadata["digest"]
 
 
 def _flush(path: Path) -> None:

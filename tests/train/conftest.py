@@ -100,7 +100,7 @@ class Stopped(Exception):
 
 
 class StoppingData:
-    """Data that fails when the run asks for batch number `steps`, counted from the start, as if the process had ended."""
+    """Data that fails when the run asks for batch number `steps`, counted from the start: an end without warning."""
 
     resumable = True
 

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +84,7 @@ def train(
     config: TrainConfig,
     *,
     loss: LossFunction = F.cross_entropy,
-    evaluate_on: list[tuple[Batch, Tensor]] | None = None,
+    evaluate_on: Sequence[tuple[Batch, Tensor]] | None = None,
     teacher: nn.Module | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,

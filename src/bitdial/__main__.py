@@ -1,0 +1,7 @@
+"""python -m bitdial."""
+
+import sys
+
+from bitdial.cli import main
+
+sys.exit(main())

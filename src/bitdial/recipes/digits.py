@@ -1,0 +1,76 @@
+"""Handwritten digits (scikit-learn's, 1,797 images of 8 x 8): small enough to train in a minute on two cores."""
+
+import torch
+from torch import Tensor
+
+from bitdial.artifact import save
+from bitdial.config import QuantConfig
+from bitdial.errors import MissingDependencyError
+from bitdial.models import build_model
+from bitdial.prepare import prepare
+from bitdial.recipes.float_training import train_float
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome
+from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
+
+TEST_IMAGES = 500
+
+
+def digits_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images (1297, 1, 8, 8) in [0, 1] and labels, test images and labels; always the same split."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as problem:
+        raise MissingDependencyError.missing("demo", "scikit-learn") from problem
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    y = torch.tensor(labels, dtype=torch.int64)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    x, y = x[order], y[order]
+    return x[TEST_IMAGES:], y[TEST_IMAGES:], x[:TEST_IMAGES], y[:TEST_IMAGES]
+
+
+def digits_test() -> list[tuple[Tensor, Tensor]]:
+    """The test images in batches."""
+    _, _, x, y = digits_data()
+    return batched(x, y)
+
+
+def digits(options: RecipeOptions) -> RecipeOutcome:
+    """Train a small residual network in float, then jointly at every width, and save the artifact in `options.out`."""
+    x, y, x_test, y_test = digits_data()
+    epochs = options.epochs or 20
+    data = ArrayData(x, y, batch_size=64, seed=options.seed, augment=Shift(pixels=1))
+    test = batched(x_test, y_test)
+    float_checkpoint, joint_checkpoint = options.out / "float.ckpt", options.out / "joint.ckpt"
+
+    with torch.random.fork_rng():
+        torch.manual_seed(options.seed)
+        float_model = build_model("cifar_resnet", blocks=1, width=16, in_channels=1)
+    train_float(float_model, data, epochs=epochs, lr=3e-3, weight_decay=5e-5, checkpoint=float_checkpoint)
+    float_top1 = accuracy(float_model, test)
+
+    config = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme)
+    model = prepare(float_model, config, x[:256])
+    history = train(
+        model,
+        data,
+        TrainConfig(epochs=epochs, lr=2e-3, alrs=options.alrs),
+        evaluate_on=test,
+        checkpoint=joint_checkpoint,
+        progress=options.progress,
+    )
+    top1 = evaluate(model, test, options.bit_choices)
+    metrics = {"recipe": "digits", "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}
+    artifact = options.out / f"{options.name or 'digits'}.safetensors"
+    save(model, artifact, metrics=metrics)
+    for checkpoint in (float_checkpoint, joint_checkpoint):  # the artifact is safe: nothing to go on from
+        checkpoint.unlink()
+    return RecipeOutcome(
+        model=model,
+        float_model=float_model,
+        artifact=artifact,
+        history=history,
+        float_top1=float_top1,
+        top1=top1,
+        test=test,
+    )
