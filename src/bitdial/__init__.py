@@ -9,6 +9,7 @@ set_bits(live, 4)
 """
 
 from bitdial._cpu import guard_onednn
+from bitdial._version import __version__
 
 guard_onednn()  # before anything imports torch
 
@@ -45,6 +46,7 @@ __all__ = [
     "Rule",
     "Shift",
     "TrainConfig",
+    "__version__",
     "accuracy",
     "at_bits",
     "batched",

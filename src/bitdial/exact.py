@@ -207,6 +207,7 @@ _TWINS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: ExactBatchNorm,
     nn.BatchNorm2d: ExactBatchNorm,
     nn.BatchNorm3d: ExactBatchNorm,
+    nn.SyncBatchNorm: ExactBatchNorm,
     nn.AvgPool2d: ExactAvgPool2d,
     nn.AdaptiveAvgPool2d: ExactAdaptiveAvgPool2d,
 }

@@ -155,6 +155,8 @@ def _without_float_owners(
 
 
 def _weight_quantizer(name: str, weight: nn.Parameter, treatment: _Treatment, config: QuantConfig) -> WeightQuantizer:
+    if weight.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float() first")
     channels = weight.shape[0] if treatment.per_channel else 1
     with torch.no_grad():
         scales = weight_scales(

@@ -1,6 +1,5 @@
 """Write an artifact."""
 
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial._version import __version__
 from bitdial.artifact.format import FLOAT, VERSION, float_state, layer_table_entry, norm_table_entry
 from bitdial.container import write_container
 from bitdial.errors import ArtifactError
@@ -58,7 +58,7 @@ def save(
     manifest = {
         "kind": "artifact",
         "version": VERSION,
-        "written_by": f"bitdial {importlib.metadata.version('bitdial')}",
+        "written_by": f"bitdial {__version__}",
         "scheme": first_layer.weight_quantizer.scheme,
         "ties": first_layer.weight_quantizer.ties,
         "bit_choices": list(first_layer.bit_choices),

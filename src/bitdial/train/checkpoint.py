@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitdial.container import read_container, write_container
-from bitdial.errors import CheckpointError
+from bitdial.errors import CheckpointError, TrainingError
 from bitdial.plan import unwrap
 from bitdial.train import distributed
 from bitdial.train.steps import JointStep
@@ -28,6 +28,10 @@ def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[s
     for name, value in unwrap(step.model).state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the model's state {name!r} is not a tensor; bitdial does not write objects")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise TrainingError(
+                f"step {step.step}: {name!r} holds NaN or infinity; the last checkpoint is kept as it is"
+            )
         tensors[f"model.{name}"] = value
     for key, optimizer in _optimizers(step).items():
         for i, state in optimizer.state_dict()["state"].items():

@@ -25,6 +25,7 @@ class TrainingData(Protocol):
     """What `train` iterates over."""
 
     resumable: bool
+    samples: int | None
 
     def __len__(self) -> int:
         """Batches an epoch."""
@@ -62,7 +63,8 @@ class Shift:
 class ArrayData:
     """Training data from tensors: shuffled, batched, augmented by (seed, epoch, index) alone.
 
-    Several ranks take equal shares of each batch; what does not divide is dropped from the last batch.
+    Several ranks take equal shares of each batch. What does not divide is left out; of a last batch smaller than the
+    number of ranks, each takes one sample.
     """
 
     resumable = True
@@ -75,12 +77,8 @@ class ArrayData:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
         self.inputs, self.targets = inputs, targets
+        self.samples: int | None = len(inputs)
         self.batch_size, self.seed, self.augment = min(batch_size, len(inputs)), seed, augment
-
-    @property
-    def samples(self) -> int:
-        """The size of the training set."""
-        return len(self.inputs)
 
     def __len__(self) -> int:
         return -(-len(self.inputs) // self.batch_size)
@@ -93,9 +91,7 @@ class ArrayData:
         for number in range(start, len(self)):
             index = order[number * self.batch_size : (number + 1) * self.batch_size]
             share = len(index) // world
-            if share == 0:
-                continue
-            index = index[rank * share : (rank + 1) * share]
+            index = index[rank * share : (rank + 1) * share] if share else index[rank % len(index) :][:1]
             there = index.to(self.inputs.device)
             inputs = self.inputs[there]
             if self.augment is not None:
@@ -116,6 +112,8 @@ class LoaderData:
         if not hasattr(loader, "__len__"):
             raise ConfigError("the training data needs a length (batches an epoch) for the learning-rate schedule")
         self.loader = loader
+        dataset = getattr(loader, "dataset", None)
+        self.samples: int | None = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitdial.nn import SwitchableBatchNorm
 from bitdial.plan import unwrap
 
 
@@ -43,10 +44,19 @@ def wrap(model: nn.Module) -> nn.Module:
 
 
 def average_norms(model: nn.Module) -> None:
-    """Average the running statistics of `model` over the ranks, in place."""
+    """Average the running statistics of the norms in use over the ranks, in place; sets at rest stay at rest."""
     if world_size() == 1:
         return
-    statistics = [b for b in unwrap(model).buffers() if b.is_floating_point()]
+    modules = list(unwrap(model).modules())
+    resting = {
+        norm
+        for module in modules
+        if isinstance(module, SwitchableBatchNorm)
+        for bits, norm in module.sets.items()
+        if bits != str(module.bits)
+    }
+    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in resting]
+    statistics = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
     if not statistics:
         return
     flat = torch.cat([b.reshape(-1) for b in statistics])
@@ -63,6 +73,15 @@ def mean(value: Tensor) -> Tensor:
         dist.all_reduce(value)
         value /= world_size()
     return value
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` is set on any rank; the same answer on all of them."""
+    if world_size() == 1:
+        return flag
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value)
 
 
 def merge_rows(table: Tensor) -> None:

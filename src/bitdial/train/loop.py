@@ -96,11 +96,11 @@ def train(
     `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on from it.
     Under torchrun it joins the other processes by itself.
     """
-    distributed.join(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    distributed.join(device)
     source = cast(TrainingData, data) if hasattr(data, "batches") else LoaderData(data)
     wrapped = distributed.wrap(model)
-    samples = getattr(source, "samples", None)
-    step = JointStep(wrapped, config, steps_per_epoch=len(source), loss=loss, teacher=teacher, samples=samples)
+    step = JointStep(wrapped, config, steps_per_epoch=len(source), loss=loss, teacher=teacher, samples=source.samples)
     history = History(layers=list(step.layers))
     first_epoch, first_batch, totals = 0, 0, _Totals()
     if checkpoint is not None and Path(checkpoint).exists():
@@ -122,39 +122,45 @@ def train(
     view = make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps)
     with view, _until_terminated() as stop:
         for epoch in range(first_epoch, config.epochs):
-            began, first = time.monotonic(), first_batch if epoch == first_epoch else 0
+            began, first, lr = time.monotonic(), first_batch if epoch == first_epoch else 0, config.lr
             shares = source.batches(epoch, start=first, rank=distributed.rank(), world=distributed.world_size())
             for number, batch in enumerate(shares, start=first):
                 report = step(batch.inputs, batch.targets, batch.index)
                 totals.add(report)
+                lr = report.lr
                 if number % every == 0:
                     _sample_gradients(history, step.step - 1, report)
                 view.step(epoch, step.step, report)
-                due = config.checkpoint_every is not None and step.step % config.checkpoint_every == 0
-                if stop.is_set():
-                    save()
-                    raise TrainingError(
-                        f"stopped by SIGTERM after step {step.step}"
-                        + (f"; run again to go on from {checkpoint}" if checkpoint is not None else "")
-                    )
-                if due and number + 1 < len(source):
-                    save()
+                if number + 1 < len(source):
+                    due = config.checkpoint_every is not None and step.step % config.checkpoint_every == 0
+                    stopping = distributed.any_rank(stop.is_set(), device)
+                    if due or stopping:
+                        save()
+                    if stopping:
+                        raise _stopped(step.step, checkpoint)
             if step.step != (epoch + 1) * len(source):
                 raise TrainingError(
                     f"epoch {epoch + 1} gave {step.step - epoch * len(source)} batches instead of the "
                     f"{len(source)} that the data's length promises"
                 )
             step.end_epoch()
-            row = totals.row(epoch, step.learning_rate(), time.monotonic() - began)
+            row = totals.row(epoch, lr, time.monotonic() - began)
             if evaluate_on is not None:
                 row["top1"] = {str(b): v for b, v in evaluate(model, evaluate_on, step.bit_choices).items()}
             history.rows.append(row)
             totals = _Totals()
             save()
             view.epoch(row)
+            if epoch + 1 < config.epochs and distributed.any_rank(stop.is_set(), device):
+                raise _stopped(step.step, checkpoint)
     set_bits(model, step.bit_choices[0])
     model.eval()
     return history
+
+
+def _stopped(step: int, checkpoint: str | os.PathLike[str] | None) -> TrainingError:
+    where = "nothing was saved" if checkpoint is None else f"run again to go on from {checkpoint}"
+    return TrainingError(f"stopped by SIGTERM after step {step}; {where}")
 
 
 def _sample_gradients(history: History, step: int, report: StepReport) -> None:

@@ -1,0 +1,106 @@
+"""The GPU gives the codes that the CPU gives; runs where there is one."""
+
+import pytest
+import torch
+
+import bitdial
+from bitdial import functional as bf
+from bitdial.plan import dialled_layers
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def awkward_values(count: int, scale: float, seed: int) -> torch.Tensor:
+    """Random values, exact ties between codes, and their neighbours one ulp to either side."""
+    generator = torch.Generator().manual_seed(seed)
+    ties = (torch.randint(-300, 300, (count,), generator=generator) + 0.5) * scale
+    spread = torch.randn(count, generator=generator) * 60 * scale
+    up = torch.nextafter(ties, torch.full_like(ties, torch.inf))
+    down = torch.nextafter(ties, torch.full_like(ties, -torch.inf))
+    return torch.cat([ties, up, down, spread])
+
+
+@pytest.mark.parametrize("scheme", list(bf.SCHEMES))
+@pytest.mark.parametrize("bits", [8, 6, 4, 3, 2])
+def test_weight_codes_equal_the_cpus(scheme: str, bits: int) -> None:
+    weight = awkward_values(20_000, 0.0173, seed=bits).reshape(8, -1)
+    scales = torch.linspace(0.005, 0.05, 8)
+    rule = bf.scheme_of(scheme)
+    high = 8 if rule.narrows else bits
+    if rule.scale == "derived":
+        weight = weight / weight.abs().max() * 2
+        scales = bf.derived_scale(weight, bits=high, scheme=scheme, channels=8)
+        there = bf.derived_scale(weight.cuda(), bits=high, scheme=scheme, channels=8)
+        assert torch.equal(scales, there.cpu())
+    here = bf.quantize(weight, scales, bits=high, scheme=scheme)
+    there = bf.quantize(weight.cuda(), scales.cuda(), bits=high, scheme=scheme)
+    assert torch.equal(here, there.cpu())
+    if rule.narrows:
+        for ties in bf.TIE_RULES:
+            low = bf.narrow(here, high=8, low=bits, scheme=scheme, ties=ties)
+            assert torch.equal(low, bf.narrow(there, high=8, low=bits, scheme=scheme, ties=ties).cpu())
+    fake = bf.fake_quantize(weight, scales, high=high, low=bits, scheme=scheme)
+    assert torch.equal(fake, bf.fake_quantize(weight.cuda(), scales.cuda(), high=high, low=bits, scheme=scheme).cpu())
+
+
+@pytest.mark.parametrize("kind", bf.ACTIVATION_KINDS)
+@pytest.mark.parametrize("bits", [8, 6, 4, 3, 2])
+def test_activation_codes_equal_the_cpus(kind: str, bits: int) -> None:
+    scale = torch.tensor([0.0371])
+    zero_point = torch.tensor([float(2 ** (bits - 1)) - 0.4]) if kind == "asymmetric" else None
+    x = awkward_values(50_000, float(scale), seed=bits)
+    here = bf.quantize_activation(x, scale, zero_point, bits=bits, kind=kind)
+    there_zero = None if zero_point is None else zero_point.cuda()
+    there = bf.quantize_activation(x.cuda(), scale.cuda(), there_zero, bits=bits, kind=kind)
+    assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+def test_training_on_the_gpu_then_the_same_file_on_both(scheme: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = bitdial.build_model("cifar_resnet", blocks=1, width=8).cuda()
+    x, y = torch.randn(64, 3, 16, 16, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
+    prepared = bitdial.prepare(model, bitdial.QuantConfig(scheme=scheme), x)
+    data = bitdial.ArrayData(x, y, batch_size=16)
+    config = bitdial.TrainConfig(epochs=2, lr=1e-3, autocast="bfloat16")
+    history = bitdial.train(prepared, data, config, progress=False, checkpoint=tmp_path / "run.ckpt")
+    assert history.rows[-1]["loss"]["2"] > 0
+    path = tmp_path / "model.safetensors"
+    bitdial.save(prepared, path)
+
+    live = bitdial.load(path, device="cuda")
+    for bits in (8, 6, 4, 2):
+        bitdial.set_bits(live, bits)
+        for name, layer in dialled_layers(live).items():
+            trained = dict(prepared.named_modules())[name]
+            codes = trained.weight_quantizer.codes(trained.weight, bits)
+            assert torch.equal(layer.weight_codes(bits)[0], codes), name
+
+    exact_here, exact_there = bitdial.code_exact(bitdial.load(path)), bitdial.code_exact(live)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(32, 3, 16, 16, generator=generator)
+    for bits in (8, 6, 4, 2, (4, 8)):
+        bitdial.set_bits(exact_here, bits)
+        bitdial.set_bits(exact_there, bits)
+        assert torch.equal(exact_here(images), exact_there(images.cuda()).cpu()), bits
+
+
+def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 3, 16, 16, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
+    model = bitdial.build_model("cifar_resnet", blocks=1, width=8).cuda()
+    data = bitdial.ArrayData(x, y, batch_size=16)
+    config = bitdial.TrainConfig(epochs=2, lr=1e-3)
+    first = bitdial.JointStep(bitdial.prepare(model, bitdial.QuantConfig(), x), config, steps_per_epoch=4)
+    for batch in list(data.batches(0))[:3]:
+        first(batch.inputs, batch.targets)
+    bitdial.save_checkpoint(tmp_path / "run.ckpt", first, {"note": 1})
+    second = bitdial.JointStep(bitdial.prepare(model, bitdial.QuantConfig(), x), config, steps_per_epoch=4)
+    assert bitdial.load_checkpoint(tmp_path / "run.ckpt", second) == {"note": 1}
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value, second.model.state_dict()[name]), name
+    for a, b in zip(first.scale_optimizers[8].state.values(), second.scale_optimizers[8].state.values(), strict=True):
+        assert torch.equal(a["exp_avg"], b["exp_avg"])

@@ -1,0 +1,32 @@
+"""prepare works unchanged on torchvision's own models; runs where torchvision imports (not beside CPU torch)."""
+
+import pytest
+import torch
+
+import bitdial
+from bitdial.plan import dialled_layers
+
+try:
+    from torchvision import models as torchvision_models
+except (ImportError, RuntimeError):
+    torchvision_models = None
+
+pytestmark = pytest.mark.skipif(torchvision_models is None, reason="needs a torchvision that imports")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2"])
+def test_torchvision_model_prepares_trains_ships_and_runs(name: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = getattr(torchvision_models, name)(num_classes=10)
+    x, y = torch.randn(4, 3, 64, 64), torch.randint(0, 10, (4,))
+    prepared = bitdial.prepare(model, bitdial.QuantConfig(), x)
+    ours = bitdial.prepare(bitdial.build_model(name, num_classes=10), bitdial.QuantConfig(), x)
+    assert list(dialled_layers(prepared)) == list(dialled_layers(ours))
+    bitdial.train(prepared, [(x, y)], bitdial.TrainConfig(epochs=1), progress=False)
+    bitdial.save(prepared, tmp_path / "model.safetensors")
+    live = bitdial.load(tmp_path / "model.safetensors", model)
+    for bits in (8, 6, 4, 2):
+        bitdial.set_bits(prepared, bits)
+        bitdial.set_bits(live, bits)
+        with torch.no_grad():
+            assert torch.equal(prepared(x), live(x))

@@ -1,0 +1,44 @@
+"""The embedded recipe: fixed data, resumable stages."""
+
+import pytest
+import torch
+
+from bitdial.errors import CheckpointError
+from bitdial.models import build_model
+from bitdial.recipes import RecipeOptions
+from bitdial.recipes.digits import digits, digits_data
+from bitdial.recipes.float_training import train_float
+from bitdial.train import ArrayData
+
+
+def test_split_is_fixed_and_disjoint() -> None:
+    x, y, x_test, y_test = digits_data()
+    assert (len(x), len(y), len(x_test), len(y_test)) == (1297, 1297, 500, 500)
+    assert x.shape[1:] == (1, 8, 8)
+    assert float(x.min()) == 0
+    assert float(x.max()) == 1
+    assert torch.equal(digits_data()[2], x_test)
+    seen = {tuple(image.flatten().tolist()) for image in x}
+    assert not any(tuple(image.flatten().tolist()) in seen for image in x_test)
+
+
+def test_recipe_leaves_the_artifact_and_no_checkpoint(tmp_path) -> None:
+    outcome = digits(RecipeOptions(out=tmp_path / "run", epochs=1, bit_choices=(4, 2), progress=False))
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["digits.safetensors"]
+    assert set(outcome.top1) == {4, 2}
+    assert outcome.history.rows[-1]["top1"] == {str(b): v for b, v in outcome.top1.items()}
+    assert outcome.top1[4] > 0.3  # chance is 0.1
+
+
+def test_float_stage_is_taken_from_its_checkpoint(tmp_path) -> None:
+    x, y, *_ = digits_data()
+    data = ArrayData(x[:128], y[:128], batch_size=64)
+    path = tmp_path / "float.ckpt"
+    first = build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    train_float(first, data, epochs=1, lr=1e-3, weight_decay=0.0, checkpoint=path)
+    second = build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    train_float(second, data, epochs=1, lr=1e-3, weight_decay=0.0, checkpoint=path)
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+    with pytest.raises(CheckpointError, match="other settings"):
+        train_float(second, data, epochs=2, lr=1e-3, weight_decay=0.0, checkpoint=path)

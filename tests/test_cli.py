@@ -1,0 +1,118 @@
+"""The command line: what it prints, its exit codes, and clear words for wrong input."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import bitdial
+from bitdial.cli import main
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory):
+    torch.manual_seed(0)
+    x = torch.rand(16, 1, 8, 8)
+    model = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    prepared = bitdial.prepare(model, bitdial.QuantConfig(), x)
+    path = tmp_path_factory.mktemp("cli") / "model.safetensors"
+    plans = {"narrow-acts": bitdial.BitPlan(default=(8, 2))}
+    bitdial.save(prepared, path, plans=plans, metrics={"recipe": "digits", "top1": {"8": 0.5}})
+    return path
+
+
+def test_inspect_shows_layers_sizes_and_digest(file, capsys) -> None:
+    assert main(["inspect", str(file)]) == 0
+    text = capsys.readouterr().out
+    for word in ("double_rounding", "layer1.0.conv1", "narrow-acts", "50.00 %", "(checked)", "8-bit integer codes"):
+        assert word in text.replace("\n", " "), word
+
+
+def test_inspect_json_is_complete(file, capsys) -> None:
+    assert main(["inspect", str(file), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    artifact = bitdial.read_artifact(file)
+    assert facts["digest"] == artifact.digest
+    assert facts["narrows"] is True
+    assert facts["bit_choices"] == [8, 6, 4, 2]
+    assert facts["sizes"]["file"] == file.stat().st_size
+    assert set(facts["sizes"]["separate"]) == {"8", "6", "4", "2"}
+    assert facts["layers"] == artifact.layers
+
+
+def test_inspect_says_where_float_weights_are_kept(tmp_path, capsys) -> None:
+    model = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    prepared = bitdial.prepare(model, bitdial.QuantConfig(scheme="lsq"), torch.rand(4, 1, 8, 8))
+    bitdial.save(prepared, tmp_path / "lsq.safetensors")
+    assert main(["inspect", str(tmp_path / "lsq.safetensors")]) == 0
+    assert "cannot be narrowed from integers" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(0, 10, (40,))
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    command = ["eval", str(file), "--data", str(tmp_path / "data.npz"), "--bits", "4", "--bits", "4:8"]
+    assert main([*command, "--bits", "narrow-acts"]) == 0
+    text = capsys.readouterr().out
+    live = bitdial.load(file)
+    for label, setting in (("4 bits", 4), ("w4a8", (4, 8)), ("narrow-acts", bitdial.BitPlan(default=(8, 2)))):
+        bitdial.set_bits(live, setting)
+        expected = f"{100 * bitdial.accuracy(live, [(x, y)]):.2f} %"
+        row = next(line for line in text.splitlines() if label in line)
+        assert expected in row
+
+
+def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
+    assert main(["switch", str(file), "--bits", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("ms") == 4
+    assert "Accuracy there" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["inspect", "missing.safetensors"], "there is no file"),
+        (["eval", "FILE", "--bits", "5"], "bits=5 is not in bit_choices"),
+        (["eval", "FILE", "--bits", "99"], "not a bit-width"),
+        (["switch", "FILE", "--bits", "nonsense"], "not a width"),
+        (["eval", "FILE", "--data", "nowhere"], "neither a recipe"),
+        (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
+    ],
+)
+def test_wrong_input_is_explained_on_stderr(file, capsys, command, words) -> None:
+    assert main([str(file) if part == "FILE" else part for part in command]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("bitdial: ")
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[], ["nonsense"], ["train", "nothing", "--out", "x"], ["train", "digits", "--out", "x", "--bits", "2,4"]],
+)
+def test_wrong_usage_exits_with_2(capsys, command) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], *([name, "--help"] for name in ("demo", "train", "eval", "inspect", "switch"))]
+)
+def test_help_of_every_command(capsys, command) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 0
+    assert "usage: bitdial" in capsys.readouterr().out
+
+
+def test_train_runs_a_recipe_with_overrides(tmp_path, capsys) -> None:
+    command = ["train", "digits", "--out", str(tmp_path), "--epochs", "1", "--bits", "4,2", "--scheme", "nested"]
+    assert main(command) == 0
+    assert "Saved" in capsys.readouterr().out
+    artifact = bitdial.read_artifact(tmp_path / "digits.safetensors")
+    assert artifact.scheme == "nested"
+    assert artifact.bit_choices == (4, 2)

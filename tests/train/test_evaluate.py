@@ -1,0 +1,245 @@
+"""Accuracy by hand, and norm statistics against the plain mean over batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitdial.errors import PlanError, QuantizationError, TrainingError
+from bitdial.plan import BitPlan, get_bits, set_bits
+from bitdial.train.config import TrainConfig
+from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
+from bitdial.train.steps import JointStep
+
+MakeModel = Callable[..., nn.Module]
+MakeImages = Callable[..., tuple[Tensor, Tensor]]
+MIXED = BitPlan({"conv": (4, 2), "hidden": (2, 8)})
+
+
+class Echo(nn.Module):
+    """Its input is its output; counts what it saw, and in which mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.9)
+        self.calls: list[tuple[int, bool, bool]] = []
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        self.calls.append((len(x), self.training, torch.is_grad_enabled()))
+        return self.dropout(x) * factor
+
+
+LOGITS = torch.tensor([[1.0, 2.0, 0.0], [5.0, 1.0, 1.0], [0.0, -1.0, -2.0], [0.1, 0.2, 0.3], [3.0, 2.0, 1.0]])
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+
+def test_accuracy_by_hand() -> None:
+    """Right: the first, the third and the last. Batches of unequal size count by sample."""
+    targets = torch.tensor([1, 2, 0, 1, 0])
+    for size in (1, 2, 4, 5, 100):
+        assert accuracy(Echo(), batched(LOGITS, targets, size)) == 3 / 5
+
+
+def test_accuracy_of_positions() -> None:
+    logits, targets = LOGITS[:4].reshape(2, 2, 3), torch.tensor([[1, 0], [1, 2]])
+    assert accuracy(Echo(), [(logits, targets)]) == 3 / 4
+
+
+def test_accuracy_takes_tuples_and_dicts() -> None:
+    targets = torch.tensor([1, 0, 0, 2, 0])
+    assert accuracy(Echo(), [((LOGITS, 2.0), targets), ({"x": LOGITS, "factor": -1.0}, targets)]) == 5 / 10
+
+
+def test_accuracy_is_taken_in_eval_mode_without_gradients_and_gives_the_modes_back() -> None:
+    echo = Echo().train()
+    echo.dropout.eval()
+    accuracy(echo, [(LOGITS, torch.zeros(5, dtype=torch.int64))])
+    assert echo.calls == [(5, False, False)]
+    assert echo.training
+    assert not echo.dropout.training
+
+
+def test_nothing_to_evaluate_on() -> None:
+    with pytest.raises(TrainingError, match="no batch"):
+        accuracy(Echo(), [])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_output_that_is_not_finite(value: float) -> None:
+    with pytest.raises(QuantizationError, match="NaN or infinity"):
+        accuracy(Echo(), [(LOGITS * value, torch.zeros(5, dtype=torch.int64))])
+
+
+def test_batched_keeps_order_and_everything() -> None:
+    inputs, targets = torch.arange(10.0), torch.arange(10)
+    parts = batched(inputs, targets, 4)
+    assert [len(x) for x, _ in parts] == [4, 4, 2]
+    assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
+    assert torch.equal(torch.cat([y for _, y in parts]), targets)
+
+
+# --- evaluate -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(make_model: MakeModel, make_images: MakeImages) -> nn.Module:
+    """A model with statistics that differ from width to width, and momenta that are not the default."""
+    model = make_model()
+    for i, norm in enumerate(m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.momentum = 0.2 + 0.01 * i
+    step = JointStep(model, TrainConfig(epochs=1), steps_per_epoch=3)
+    for batch in range(3):
+        step(*make_images(8, seed=batch))
+    return model.eval()
+
+
+def test_evaluate_gives_the_accuracy_of_each_setting(trained: nn.Module, make_images: MakeImages) -> None:
+    model, (inputs, targets) = trained, make_images(50, seed=5)
+    with torch.no_grad():  # so that no class wins everywhere
+        model.head.bias -= model(inputs).mean(dim=0)
+    batches = batched(inputs, targets, 16)
+    settings: list[Any] = [8, 4, 2, (4, 2), MIXED]
+    found = evaluate(model, iter(batches), settings)  # an iterator: used once, for all settings
+    assert list(found) == settings
+    for setting in settings:
+        set_bits(model, setting)
+        logits = torch.cat([model.eval()(x) for x, _ in batches])
+        expected = float((logits.argmax(1) == torch.cat([y for _, y in batches])).float().mean())
+        assert found[setting] == pytest.approx(expected)
+    assert len({*found.values()}) > 1
+
+
+def test_evaluate_puts_setting_and_mode_back(make_model: MakeModel, make_images: MakeImages) -> None:
+    model = make_model().train()
+    set_bits(model, MIXED)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    evaluate(model, batched(*make_images(6)), [2, 8])
+    assert get_bits(model) == MIXED
+    assert model.norm0.bits == 4  # the norms follow the weight bits of the layer they belong to
+    assert model.training
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_evaluate_puts_the_setting_back_after_an_error(make_model: MakeModel, make_images: MakeImages) -> None:
+    model = make_model()
+    set_bits(model, 4)
+    inputs, targets = make_images(6)
+    with pytest.raises(QuantizationError):
+        evaluate(model, [(inputs * float("nan"), targets)], [2])
+    with pytest.raises(PlanError):
+        evaluate(model, [(inputs, targets)], [5])
+    assert set(get_bits(model).values()) == {(4, 4)}
+
+
+# --- recalibrate_norms ----------------------------------------------------------------------------
+
+
+def statistics(model: nn.Module, batches: list[Tensor], setting: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Mean over the batches of each norm's input mean and unbiased variance, norms using the batch's own statistics."""
+    set_bits(model, setting)
+    found: dict[str, tuple[list[Tensor], list[Tensor]]] = {"norm0": ([], []), "norm1": ([], [])}
+
+    def normalise(name: str, x: Tensor) -> Tensor:
+        norm = getattr(model, name)
+        part = norm.sets[str(norm.bits)]
+        mean, biased = x.mean(dim=(0, 2, 3)), x.var(dim=(0, 2, 3), correction=0)
+        count = x.numel() // x.shape[1]
+        found[name][0].append(mean)
+        found[name][1].append(biased * count / (count - 1))
+        shape = (1, -1, 1, 1)
+        x = (x - mean.reshape(shape)) / (biased.reshape(shape) + part.eps).sqrt()
+        return x * part.weight.reshape(shape) + part.bias.reshape(shape)
+
+    with torch.no_grad():
+        for batch in batches:
+            x = normalise("norm0", model.stem(batch)).relu()
+            normalise("norm1", model.conv(x))
+    return {name: (torch.stack(m).mean(0), torch.stack(v).mean(0)) for name, (m, v) in found.items()}
+
+
+@pytest.mark.parametrize("setting", [8, 2, (4, 2), MIXED], ids=str)
+def test_recalibrated_statistics_are_the_plain_mean(setting: Any, trained: nn.Module, make_images: MakeImages) -> None:
+    batches = [make_images(10, seed=20 + i)[0] for i in range(3)]
+    set_bits(trained, 8)
+    before = {n: v.clone() for n, v in trained.state_dict().items()}
+    momenta = {n: m.momentum for n, m in trained.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    expected = statistics(trained, batches, setting)
+    chosen = {name: getattr(trained, name).bits for name in expected}
+    set_bits(trained, 8)
+    recalibrate_norms(trained, iter(batches), setting)
+    for name, (mean, var) in expected.items():
+        own = getattr(trained, name).sets[str(chosen[name])]
+        # Rounding: a code that falls the other way moves a value of the later norm by a quantisation step.
+        torch.testing.assert_close(own.running_mean, mean, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own.running_var, var, rtol=1e-3, atol=1e-5)
+        assert int(own.num_batches_tracked) == 3
+    selected = {f"{name}.sets.{bits}.running_{part}" for name, bits in chosen.items() for part in ("mean", "var")}
+    changed = {n for n, value in trained.state_dict().items() if not torch.equal(value, before[n])}
+    assert {n for n in changed if not n.endswith("num_batches_tracked")} == selected
+    assert momenta == {n: m.momentum for n, m in trained.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    assert set(get_bits(trained).values()) == {(8, 8)}
+    assert not any(module.training for module in trained.modules())
+
+
+def test_recalibrating_again_forgets_the_first_time(trained: nn.Module, make_images: MakeImages) -> None:
+    recalibrate_norms(trained, [make_images(10, seed=1)[0]], 4)
+    first = trained.norm1.sets["4"].running_mean.clone()
+    recalibrate_norms(trained, [make_images(10, seed=2)[0]] * 3, 4)
+    assert not torch.equal(trained.norm1.sets["4"].running_mean, first)
+    recalibrate_norms(trained, [make_images(10, seed=1)[0]], 4)
+    assert torch.equal(trained.norm1.sets["4"].running_mean, first)
+
+
+def test_recalibrating_helps_a_pair_that_was_not_trained(trained: nn.Module, make_images: MakeImages) -> None:
+    """At w4a2 the trained 4-bit statistics are off; recalibrated, the norm's output is centred again."""
+    batch = make_images(64, seed=30)[0]
+    seen: list[Tensor] = []
+    trained.norm1.register_forward_hook(lambda m, args, out: seen.append(out.detach()))
+    part = trained.norm1.sets["4"]
+    with torch.no_grad():
+        part.bias.zero_()
+        part.weight.fill_(1)
+    set_bits(trained, (4, 2))
+    trained(batch)
+    recalibrate_norms(trained, [batch], (4, 2))
+    trained(batch)
+    before, after = seen[0], seen[-1]
+    assert float(after.mean(dim=(0, 2, 3)).abs().max()) < 0.005
+    assert float(before.mean(dim=(0, 2, 3)).abs().max()) > 0.05
+
+
+def test_dropout_stays_off_while_recalibrating(make_model: MakeModel, make_images: MakeImages) -> None:
+    model = make_model(dropout=0.5).train()
+    state = torch.get_rng_state()
+    recalibrate_norms(model, [make_images(8)[0]], 8)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert model.dropout.training
+
+
+def test_an_error_gives_momentum_mode_and_setting_back(trained: nn.Module) -> None:
+    set_bits(trained, MIXED)
+    with pytest.raises(RuntimeError):
+        recalibrate_norms(trained, [torch.zeros(2, 5, 4, 4)], 2)
+    assert all(m.momentum is not None for m in trained.modules() if isinstance(m, nn.BatchNorm2d))
+    assert get_bits(trained) == MIXED
+    assert not any(module.training for module in trained.modules())
+
+
+def test_no_batches_is_an_error_that_leaves_the_statistics(trained: nn.Module) -> None:
+    """A generator that was used up already must not cost the user the trained statistics."""
+    before = {n: v.clone() for n, v in trained.state_dict().items()}
+    with pytest.raises(TrainingError, match="at least one batch"):
+        recalibrate_norms(trained, iter([]), 4)
+    changed = [n for n, v in trained.state_dict().items() if not torch.equal(v, before[n])]
+    assert changed == []
+
+
+def test_a_model_without_switchable_norms(make_model: MakeModel, make_images: MakeImages) -> None:
+    for model in (make_model(norms=False), make_model(switch_norms=False)):
+        with pytest.raises(TrainingError, match="no switchable batch norm"):
+            recalibrate_norms(model, [make_images(4)[0]], 8)
