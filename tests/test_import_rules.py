@@ -16,7 +16,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "src" / "bitdial"
 
 # A module, or a folder as a whole, and its level. It may import from lower levels.
 LEVELS: dict[str, int] = {
-    "errors": 0, "_cpu": 0,
+    "errors": 0, "_cpu": 0, "_version": 0,
     "functional": 1, "packing": 1, "plan": 1, "config": 1, "models": 1, "container": 1,
     "nn": 2,
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "cost": 3,

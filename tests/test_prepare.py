@@ -457,11 +457,12 @@ def test_a_layer_called_by_keyword_is_calibrated() -> None:
 
 
 def test_later_batches_count() -> None:
-    """The sign of an activation may show in the second batch only."""
+    """The sign of an activation may show in one of the batches only."""
     model = Lines(lambda m, x: m.o(m.a(x * m.i(x).abs().sign())))
     rows = ROWS.abs() + 0.1
     assert prepare(model, QUICK, rows).a.act_quantizer.kind == "unsigned"
     assert prepare(model, QUICK, [rows, -rows]).a.act_quantizer.kind == "signed"
+    assert prepare(model, QUICK, [-rows, rows]).a.act_quantizer.kind == "signed"
 
 
 def test_calibration_samples_every_column_of_an_image() -> None:

@@ -20,13 +20,21 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build from `to_dict`'s output; an unknown or missing name is an error."""
+        """Build from `to_dict`'s output; an unknown name is an error, one left out takes its default."""
         if not isinstance(values, dict):
             raise ConfigError(f"{cls.__name__}: expected a dict of settings, got {type(values).__name__}")
         known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"{cls.__name__}: unknown settings {unknown}; known are {sorted(known)}")
         return cls(**values)
+
+
+def check_types(owner: str, values: object, types: dict[str, type]) -> None:
+    """Raise ConfigError unless each named attribute of `values` is None or of its type."""
+    for name, kind in types.items():
+        value = getattr(values, name)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{owner}.{name}={value!r} must be of type {kind.__name__}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -63,6 +71,7 @@ class Rule(Config):
     per_channel: bool | None = None
 
     def __post_init__(self) -> None:
+        check_types("Rule", self, {"pattern": str, "type": str, "quantize": bool, "per_channel": bool})
         if self.pattern is None and self.type is None:
             raise ConfigError("a Rule needs a pattern, a type, or both")
         if self.activations is not None:
@@ -104,6 +113,11 @@ class QuantConfig(Config):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bit_choices", check_bit_choices(self.bit_choices))
+        for name in ("per_channel", "keep_first_last", "switch_norms"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.rules, tuple | list):
+            raise ConfigError(f"rules={self.rules!r} must be a tuple of Rule")
         scheme_of(self.scheme)
         check_choice("ties", self.ties, TIE_RULES)
         check_choice("activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))

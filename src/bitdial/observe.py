@@ -1,5 +1,6 @@
 """Watch a model run on sample data: which layer runs when, on what input, and which layer feeds which norm."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
     """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
     seen: dict[str, LayerInput] = {}
-    calls = iter(range(1 << 62))
+    calls = itertools.count()
 
     def record(name: str, x: Tensor) -> None:
         entry = seen.setdefault(name, LayerInput())
@@ -71,7 +72,7 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
                 "calibration batch and the weights of the layers before it"
             )
         entry.minimum = min(entry.minimum, low)
-        stride = -(-flat.numel() // MOST_SAMPLES)
+        stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
 
     def hook_for(name: str) -> Any:
@@ -130,12 +131,13 @@ def find_leaders(
     provenance = _Provenance()
     leaders: dict[str, str] = {}
     started: dict[str, int] = {}
+    calls = itertools.count()
 
     def enter_layer(name: str, args: Any) -> None:
         for source in provenance.of(args):
             if source in norms:
                 leaders.setdefault(source, name)
-        started[name] = len(started)
+        started[name] = next(calls)
 
     def leave_norm(name: str, args: Any, out: Any) -> None:
         sources = provenance.of(args)
@@ -154,7 +156,9 @@ def find_leaders(
             layer.register_forward_hook(lambda m, a, out, name=name: provenance.mark(out, frozenset((name,))))
         )
     for name, norm in norms.items():
-        handles.append(norm.register_forward_hook(lambda m, a, out, name=name: leave_norm(name, a, out)))
+        handles.append(
+            norm.register_forward_hook(lambda m, a, k, out, name=name: leave_norm(name, (a, k), out), with_kwargs=True)
+        )
     try:
         with evaluating(model), provenance:
             call(model, batch)

@@ -23,6 +23,16 @@ class DialledLayer(Protocol):
         ...
 
 
+class FollowingNorm(Protocol):
+    """What a norm offers that has a set per width: the layer it follows, and how to change the set."""
+
+    follows: str
+
+    def select_set(self, bits: int) -> None:
+        """Select the set of a width."""
+        ...
+
+
 class BitPlan(Mapping[str, tuple[int, int]]):
     """Bits for each layer by name: {layer: bits} or {layer: (weight bits, activation bits)}. Immutable.
 
@@ -30,10 +40,17 @@ class BitPlan(Mapping[str, tuple[int, int]]):
     """
 
     def __init__(self, layers: Mapping[str, LayerBits] | None = None, *, default: LayerBits | None = None):
+        if layers is not None and not (isinstance(layers, Mapping) and all(isinstance(n, str) for n in layers)):
+            raise PlanError(f"{layers!r} does not map layer names to bits, such as {{'layer1.0.conv1': 4}}")
         self._layers = {name: _pair(bits, f"layer {name!r}") for name, bits in (layers or {}).items()}
-        self.default = None if default is None else _pair(default, "default")
-        if not self._layers and self.default is None:
+        self._default = None if default is None else _pair(default, "default")
+        if not self._layers and self._default is None:
             raise PlanError("an empty plan: name layers, such as BitPlan({'layer1.0.conv1': 4}, default=8)")
+
+    @property
+    def default(self) -> tuple[int, int] | None:
+        """The bits of the layers that the plan does not name."""
+        return self._default
 
     def __getitem__(self, layer: str) -> tuple[int, int]:
         if layer in self._layers:
@@ -148,12 +165,25 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan") -> None:
     """
     chosen = resolve_plan(model, bits)
     layers = dialled_layers(model)
+    norms = {n: cast(FollowingNorm, m) for n, m in unwrap(model).named_modules() if hasattr(m, "select_set")}
+    sets = {name: chosen[_leader(name, norm.follows, chosen)][0] for name, norm in norms.items()}
     for name, pair in chosen.items():
         layers[name].select_bits(*pair)
-    for module in unwrap(model).modules():
-        follows = getattr(module, "follows", None)
-        if isinstance(follows, str) and hasattr(module, "select_set"):
-            module.select_set(chosen[follows][0])  # type: ignore[operator]
+    for name, norm in norms.items():
+        norm.select_set(sets[name])
+
+
+def _leader(norm: str, follows: str, layers: Mapping[str, object]) -> str:
+    """The name in this tree of the layer that a norm follows: the prepared model may lie inside another."""
+    parts = norm.split(".")
+    for depth in range(len(parts)):
+        name = ".".join([*parts[:depth], follows])
+        if name in layers:
+            return name
+    raise PlanError(
+        f"norm {norm!r} follows layer {follows!r}, which is not in this module; call set_bits on the "
+        "prepared model itself"
+    )
 
 
 def get_bits(model: nn.Module) -> BitPlan:

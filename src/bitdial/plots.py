@@ -35,16 +35,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # A colour for each width, after Okabe and Ito; told apart with any colour vision, and each width has a marker too.
-PALETTE: dict[int, str] = {
-    8: "#0072B2",
-    7: "#56B4E9",
-    6: "#009E73",
-    5: "#7F6A00",
-    4: "#E69F00",
-    3: "#CC79A7",
-    2: "#D55E00",
-}
-MARKERS: dict[int, str] = {8: "o", 7: "v", 6: "s", 5: "P", 4: "D", 3: "X", 2: "^"}
+PALETTE = {8: "#0072B2", 7: "#56B4E9", 6: "#009E73", 5: "#7F6A00", 4: "#E69F00", 3: "#CC79A7", 2: "#D55E00"}
+MARKERS = {8: "o", 7: "v", 6: "s", 5: "P", 4: "D", 3: "X", 2: "^"}
 LIGHT = (7, 4, 3)  # widths whose colour needs dark text on it
 INK, GREY = "#1f2328", "#8a9099"
 WIDTH = 8.0  # inches; 9 points are then about 13 pixels at the width of a page
@@ -65,6 +57,7 @@ STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "bitdial",
     "text.color": INK,
+    "text.parse_math": False,
     "xtick.color": INK,
     "ytick.color": INK,
 }
@@ -102,7 +95,7 @@ def _panels(
 
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(WIDTH, 0.3 + height * rows + foot), layout="constrained")
+    figure = Figure((WIDTH, 0.3 + height * rows + foot), layout="constrained")
     figure.suptitle(textwrap.fill(title, 88), x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for empty in axes[count:]:
@@ -120,14 +113,13 @@ def by_bits(values: Mapping[Any, T]) -> dict[int, T]:
 
 def format_bytes(count: float) -> str:
     """A number of bytes to read: '112.5 kB'; 1 kB is 1000 bytes."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 999.95:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+    unit, size = _unit_of(count)
+    return f"{count / size:.{0 if size == 1 else 1}f} {unit}"
 
 
-# --- accuracy -----------------------------------------------------------------------------------
+def _unit_of(count: float) -> tuple[str, float]:
+    units = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    return next(((unit, size) for unit, size in units.items() if count < 999.95 * size), ("GB", 1e9))
 
 
 @_drawing
@@ -141,9 +133,8 @@ def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float]) -> "Figure":
     for x, (bits, value) in enumerate(points.items()):
         axes.vlines(x, level, value, color=PALETTE[bits], linewidth=2.5)
         axes.plot([x], [value], MARKERS[bits], color=PALETTE[bits], markersize=9, label=_name(bits))
-        side, offset = ("bottom", 8) if value >= level else ("top", -8)
-        text = {"fontweight": "bold", "ha": "center", "va": side}
-        axes.annotate(f"{value:.1f} %", (x, value), (0, offset), textcoords="offset points", **text)  # type: ignore[arg-type]
+        text = axes.annotate(f"{value:.1f} %", (x, value), (0, 8 if value >= level else -8), textcoords="offset points")
+        text.set(fontweight="bold", ha="center", va="bottom" if value >= level else "top")
     axes.set_xticks(range(len(points)), [_name(bits) for bits in points])
     axes.set_xlim(-0.6, len(points) - 0.4)
     axes.set_ylabel("accuracy (%)")
@@ -153,8 +144,7 @@ def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float]) -> "Figure":
 
 def _accuracy_title(level: float, points: dict[int, float]) -> str:
     worst = min(points, key=lambda bits: points[bits])
-    loss = level - points[worst]
-    if loss < 0.05:
+    if (loss := level - points[worst]) < 0.05:
         return "No bit-width loses accuracy against the float model"
     return f"The largest loss against the float model is {loss:.1f} points, at {_name(worst)}"
 
@@ -163,8 +153,9 @@ def _limit_percent(axes: "Axes", values: Sequence[float]) -> None:
     """Show all of `values` with room for labels, at least three points of accuracy and little above 100 %."""
     low, high = min(values), max(values)
     span = max(high - low, 2.0)
-    axes.set_ylim(max(low - 0.3 * span, -0.05 * span), min(high + 0.3 * span, 100 + 0.2 * span))
-    axes.set_yticks([tick for tick in axes.get_yticks() if low - 0.3 * span <= tick <= 100])
+    bottom, top = max(low - 0.3 * span, -0.2 * span), min(high + 0.3 * span, 100 + 0.2 * span)
+    axes.set_ylim(bottom, top)
+    axes.set_yticks([tick for tick in axes.get_yticks() if max(bottom, 0) <= tick <= min(top, 100)])
 
 
 def _name(bits: int) -> str:
@@ -179,29 +170,26 @@ def convergence(history: Mapping[str, Any]) -> "Figure":
     rows = [row for row in rows if row.get(key)]
     if not rows:
         raise ConfigError("the history has no accuracy; train with evaluate_on, or on targets that are class numbers")
-    what = "evaluation accuracy" if key == "top1" else "training accuracy"
     widths = by_bits(rows[-1][key])
     least = 100 * min(widths.values())
-    title = f"One run trains every bit-width: after {_count(rows[-1]['epoch'] + 1, 'epoch')} all are at {least:.1f} %"
-    figure, (axes,) = _panels(f"{title} or more", 1, height=3.0)
     epochs = [row["epoch"] + 1 for row in rows]
+    title = f"One run trains every bit-width: after {_count(epochs[-1], 'epoch')} all are at {least:.1f} % or more"
+    figure, (axes,) = _panels(title, 1, height=3.0)
     for bits in widths:
-        values = [100 * row[key].get(str(bits), math.nan) for row in rows]
+        values = [100 * by_bits(row[key]).get(bits, math.nan) for row in rows]
         marker = MARKERS[bits] if len(rows) <= 40 else ""
         axes.plot(epochs, values, color=PALETTE[bits], marker=marker, markersize=5, linewidth=1.6, label=_name(bits))
     axes.set_xlabel("epoch")
-    axes.set_ylabel(f"{what} (%)")
-    axes.locator_params(axis="x", integer=True)
+    axes.set_ylabel("evaluation accuracy (%)" if key == "top1" else "training accuracy (%)")
     axes.margins(x=0.03)
+    if len(epochs) <= 12:
+        axes.set_xticks(epochs)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-# --- gradients ----------------------------------------------------------------------------------
 
 
 @_drawing
@@ -213,7 +201,9 @@ def scale_gradients(history: Mapping[str, Any], which: str = "weight", bits: Seq
     """
     if which not in ("weight", "act"):
         raise ConfigError(f"which={which!r} is not known; choose 'weight' or 'act'")
-    samples = by_bits(history.get("gradients") or {})
+    if not history.get("layers") or not history.get("gradients"):
+        raise ConfigError("the history has no samples of scale gradients; pass History.to_dict() of a finished run")
+    samples = by_bits(history["gradients"])
     if bits is not None and (absent := [b for b in bits if b not in samples]):
         raise ConfigError(f"the history has no gradients at {absent} bits; it has {list(samples)}")
     chosen = {b: _positive(samples[b], which) for b in samples if bits is None or b in bits}
@@ -247,8 +237,8 @@ def _gradient_title(chosen: dict[int, dict[int, npt.NDArray[np.float64]]], kind:
     high, low = max(medians), min(medians)
     if high == low:
         return f"Gradients of the {kind} scales at {_name(high)}: median {medians[high]:.2g}"
-    ratio = medians[low] / medians[high]
-    return f"Gradients of the {kind} scales at {_name(low)} are {ratio:.2g} times those at {_name(high)} (medians)"
+    times = f"{medians[low] / medians[high]:.2g} times those at {_name(high)} (medians)"
+    return f"Gradients of the {kind} scales at {_name(low)} are {times}"
 
 
 def _boxes(axes: "Axes", groups: dict[int, npt.NDArray[np.float64]], color: str) -> None:
@@ -266,9 +256,10 @@ def _boxes(axes: "Axes", groups: dict[int, npt.NDArray[np.float64]], color: str)
 
 
 def _label_layers(axes: "Axes", names: list[str], *, bottom: bool) -> None:
-    """Name the layers below the lowest panel of a column; of very many, only some."""
+    """Name the layers (of very many, some) below the lowest panel of a column, anchored at the axis in any font."""
     every = math.ceil(len(names) / 60)
-    axes.set_xticks(range(0, len(names), every), names[::every], rotation=90, fontsize=8)
+    anchor: dict[str, Any] = {"rotation": 90, "rotation_mode": "anchor", "ha": "right", "va": "center"}
+    axes.set_xticks(range(0, len(names), every), names[::every], fontsize=8, **anchor)
     axes.tick_params(axis="x", length=0, labelbottom=bottom)
     axes.set_xlim(-0.7, len(names) - 0.3)
 
@@ -280,15 +271,8 @@ def _log_axis(axes: "Axes") -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
-
-
-def _power_of_ten(value: float, _: object = None) -> str:
     raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    return "10" + str(round(math.log10(value))).translate(raised) if value > 0 else ""
-
-
-# --- weights and bytes --------------------------------------------------------------------------
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: "10" + f"{math.log10(v):.0f}".translate(raised)))
 
 
 @_drawing
@@ -299,7 +283,7 @@ def weight_histograms(
     arrays = {bits: _finite(array, bits) for bits, array in by_bits(values).items()}
     levels = {bits: 1 + _gaps(array).size for bits, array in arrays.items()}
     widest = max(float(np.ptp(array)) for array in arrays.values())
-    first, last = next(iter(levels)), list(levels)[-1]
+    first, last = max(levels), min(levels)
     title = f"{layer}: the same weights take {_count(levels[first], 'value')} at {_name(first)}"
     title += "" if first == last else f", {levels[last]:,} at {_name(last)}"
     figure, panels = _panels(title, len(arrays), columns=2, height=1.8, sharex=True)
@@ -351,8 +335,7 @@ def sizes_by_bits(sizes: Mapping[str, Any]) -> "Figure":
     share = f"{100 * totals[2] / totals[1]:.0f} % of the bytes of {_count(len(separate), 'separate file')}"
     title = f"One file takes {share} and {100 * totals[2] / totals[0]:.0f} % of the float model's"
     figure, (axes,) = _panels(title, 1, height=2.0)
-    unit = next(u for u in (1, 1e3, 1e6, 1e9) if max(totals) < 1000 * u or u == 1e9)
-    names = {1: "bytes", 1e3: "kB", 1e6: "MB", 1e9: "GB"}
+    name, unit = _unit_of(max(totals))
     axes.barh(0, totals[0] / unit, color=GREY, height=0.6)
     start = 0.0
     for bits, count in separate.items():
@@ -362,18 +345,16 @@ def sizes_by_bits(sizes: Mapping[str, Any]) -> "Figure":
         start += count / unit
     axes.barh(2, totals[2] / unit, color=INK, height=0.6)
     for y, total in enumerate(totals):
-        axes.annotate(format_bytes(total), (total / unit, y), (5, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(3), ["float model", "a file for each\nbit-width", "one bitdial file,\nall bit-widths"])
+        text = axes.annotate(format_bytes(total), (total / unit, y), (6, 0), textcoords="offset points", va="center")
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axes.set_yticks(range(3), ["float model", "separate files", "one bitdial file"])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x")
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.12)
-    axes.set_xlabel(f"size ({names[unit]})")
+    axes.set_xlabel(f"size ({name})")
     return figure
-
-
-# --- output -------------------------------------------------------------------------------------
 
 
 def to_svg(figure: "Figure", *, prefix: str = "", label: str = "") -> str:
@@ -385,9 +366,8 @@ def to_svg(figure: "Figure", *, prefix: str = "", label: str = "") -> str:
     buffer = io.StringIO()
     with _style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    prefix = prefix or f"f{hashlib.sha256(text.encode()).hexdigest()[:10]}-"
-    root = ElementTree.fromstring(text)
+    prefix = prefix or f"f{hashlib.sha256(buffer.getvalue().encode()).hexdigest()[:10]}-"
+    root = ElementTree.fromstring(buffer.getvalue())
     for element in root.iter():
         element.tag = _local(element.tag)
         element.attrib = {_local(k): _prefixed(_local(k), v, prefix) for k, v in element.attrib.items()}
@@ -410,9 +390,7 @@ def _local(name: str) -> str:
 def _prefixed(key: str, value: str, prefix: str) -> str:
     if key == "id":
         return prefix + value
-    if key == "href":
-        return re.sub(r"^#", f"#{prefix}", value)
-    return re.sub(r"url\(#", f"url(#{prefix}", value)
+    return re.sub(r"^#" if key == "href" else r"(?<=url\()#", f"#{prefix}", value)
 
 
 def to_png(figure: "Figure", path: str | os.PathLike[str], *, dpi: int = 160) -> None:

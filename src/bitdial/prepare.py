@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitdial.config import QuantConfig, Rule
-from bitdial.errors import ConfigError
+from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import ActivationQuantizer, QuantConv2d, QuantLinear, SwitchableBatchNorm, WeightQuantizer
 from bitdial.observe import Batch, LayerInput, find_leaders, observe_inputs
 from bitdial.start import activation_start, weight_scales
@@ -44,6 +44,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
+    _check_weights(model)
     model = copy.deepcopy(model)
     candidates = {n: m for n, m in model.named_modules() if type(m) in SWAPS}
     if not candidates:
@@ -68,6 +69,8 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         weight = cast(nn.Parameter, layer.weight)
         if weight not in weight_quantizers:  # tied weights share their scale, and so their codes
             weight_quantizers[weight] = _weight_quantizer(name, weight, treatment, config)
+        elif (weight_quantizers[weight].channels > 1) != (treatment.per_channel and weight.shape[0] > 1):
+            raise ConfigError(f"layer {name!r}: it is tied to another layer, but rules give them different per_channel")
         act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
         new[layer] = SWAPS[type(layer)].from_float(layer, weight_quantizers[weight], act_quantizer)
     for name, leader in leaders.items():
@@ -82,6 +85,30 @@ def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child is not None and child in new:
                 parent._modules[name] = new[child]
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            parent.activation_relu_or_gelu = 0  # turns off its fast path, which reads the children's float weights
+
+
+def _check_weights(model: nn.Module) -> None:
+    """Refuse layers whose weight cannot be quantised, and say which stay in float because of their type."""
+    kinds = tuple(SWAPS)
+    for name, module in model.named_modules():
+        if not isinstance(module, kinds):
+            continue
+        if nn.utils.parametrize.is_parametrized(module, "weight") or "weight" not in module._parameters:
+            raise ConfigError(
+                f"layer {name!r}: its weight is computed from others (weight norm or the like); remove that first, for "
+                "example with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+            )
+        weight = cast(nn.Parameter, module.weight)
+        if not bool(torch.isfinite(weight).all()):
+            raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
+        if weight.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float()")
+        if type(module) not in SWAPS:
+            log.warning(
+                "layer %r is a %s, a type that bitdial does not know; it stays in float", name, type(module).__name__
+            )
 
 
 def _decide(
@@ -136,12 +163,7 @@ def _without_float_owners(
             if parameter is not None:
                 owners.setdefault(parameter, []).append(owner)
     for name in list(chosen):
-        weight = chosen[name]._parameters.get("weight")
-        if weight is None:
-            raise ConfigError(
-                f"layer {name!r}: its weight is computed by another module (weight norm or the like); "
-                "remove that first, or exclude the layer with Rule(pattern=..., quantize=False)"
-            )
+        weight = cast(nn.Parameter, chosen[name].weight)
         others = [o for o in owners[weight] if o not in candidates or not treatments[o].quantize]
         if others and treatments[name].asked_for:
             raise ConfigError(
@@ -155,8 +177,6 @@ def _without_float_owners(
 
 
 def _weight_quantizer(name: str, weight: nn.Parameter, treatment: _Treatment, config: QuantConfig) -> WeightQuantizer:
-    if weight.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float() first")
     channels = weight.shape[0] if treatment.per_channel else 1
     with torch.no_grad():
         scales = weight_scales(

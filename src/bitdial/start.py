@@ -12,6 +12,7 @@ from bitdial.errors import QuantizationError
 log = logging.getLogger(__name__)
 
 PERCENTILE = 0.999
+_QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
 
 def weight_scales(
@@ -39,13 +40,17 @@ def _weight_scale(rows: Tensor, high: int, widths: tuple[int, ...], scheme: str,
     largest = torch.where(largest > 0, largest, largest.max())
     largest = torch.where(largest > 0, largest, torch.ones_like(largest))
     levels = 2 ** (high - 1)
+    mean, deviation = rows.mean(dim=1), rows.std(dim=1, correction=0)
+    three = torch.maximum((mean - 3 * deviation).abs(), (mean + 3 * deviation).abs())
+    three = torch.where(three > 0, three, largest) / levels
     if start == "3std":
-        mean, deviation = rows.mean(dim=1), rows.std(dim=1, correction=0)
-        reach = torch.maximum((mean - 3 * deviation).abs(), (mean + 3 * deviation).abs())
-        return torch.where(reach > 0, reach, largest) / levels
+        return three
+    # LSQ's start, at the lowest width: taken at the highest it would leave every 2-bit code at 0.
+    low = min(widths)
+    lsq = 2 * rows.abs().mean(dim=1) * bf.code_range(low)[1] ** -0.5 / 2 ** (high - low)
+    lsq = torch.where(lsq > 0, lsq, largest / levels)
     if start == "lsq":
-        size = 2 * rows.abs().mean(dim=1) * bf.code_range(high)[1] ** -0.5
-        return torch.where(size > 0, size, largest / levels)
+        return lsq
 
     def error(reach: Tensor) -> Tensor:
         scale = largest * reach / levels
@@ -55,7 +60,8 @@ def _weight_scale(rows: Tensor, high: int, widths: tuple[int, ...], scheme: str,
             total += (at - rows).square_().sum(dim=1)
         return total
 
-    return largest * _minimise(error, torch.zeros_like(largest), 0.1, 1.2) / levels
+    others = [three * levels / largest, lsq * levels / largest]
+    return largest * _minimise(error, _grid(largest, 0.1, 2.3, 55), others, spacing=0.04) / levels
 
 
 def activation_start(
@@ -88,7 +94,7 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
         return scale, zero_point
 
     if start == "3std":
-        kept = torch.quantile(magnitude, PERCENTILE)
+        kept = torch.quantile(magnitude[:: magnitude.numel() // _QUANTILE_LIMIT + 1], PERCENTILE)
         return at(torch.where(kept > 0, kept / magnitude.max(), 1.0))
     if start == "lsq":
         size = 2 * magnitude.mean() * bf.code_range(bits, signed=kind == "signed")[1] ** -0.5
@@ -99,21 +105,22 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
         out = bf.fake_quantize_activation(samples, scale, zero_point, bits=bits, kind=kind)
         return (out - samples).square_().sum()
 
-    return at(_minimise(error, samples.new_zeros(()), 0.02, 1.1))
+    return at(_minimise(error, _grid(magnitude.max(), 0.02, 1.1, 40), [], spacing=0.027))
 
 
-def _minimise(error: Callable[[Tensor], Tensor], like: Tensor, low: float, high: float) -> Tensor:
-    """The reach in [low, high] of least `error`, elementwise over the shape of `like`: a grid, then a finer one."""
-    best, least = torch.ones_like(like), torch.full_like(like, float("inf"))
-    spacing = (high - low) / 40
-    coarse = [low + spacing * i for i in range(41)]
-    for value in coarse:
-        reach = torch.full_like(like, value)
+def _grid(like: Tensor, low: float, high: float, steps: int) -> list[Tensor]:
+    return [torch.full_like(like, low + (high - low) * i / steps) for i in range(steps + 1)]
+
+
+def _minimise(error: Callable[[Tensor], Tensor], grid: list[Tensor], others: list[Tensor], *, spacing: float) -> Tensor:
+    """The candidate of least `error`, elementwise: first from `grid` and `others`, then finer around the best."""
+    best, least = grid[0], torch.full_like(grid[0], float("inf"))
+    for reach in (*grid, *others):
         now = error(reach)
         best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
     centre = best
     for step in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75):
-        reach = (centre + spacing * step).clamp_min(low / 2)
+        reach = (centre + spacing * step).clamp_min(spacing / 4)
         now = error(reach)
         best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
     return best

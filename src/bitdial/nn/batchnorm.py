@@ -17,6 +17,7 @@ class SwitchableBatchNorm(nn.Module):
         self.bit_choices = bit_choices
         self.bits = bit_choices[0]
         self.sets = nn.ModuleDict({str(b): copy.deepcopy(norm) for b in bit_choices})
+        self.train(norm.training)
 
     def select_set(self, bits: int) -> None:
         """Change which set is in use."""

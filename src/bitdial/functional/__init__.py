@@ -1,0 +1,65 @@
+"""The arithmetic: tensors in, tensors out, no state.
+
+Every weight scheme here is one formula with different parts. A weight becomes a high-bit integer code by
+a *first rounding*; a lower width is made from that code alone by a *second rounding*; the value of a code is
+
+    value = (code + offset) * scale * 2**shift          shift = high - low
+
+| scheme            | first rounding of W / scale | second rounding of code / 2**shift | offset | scale        |
+|-------------------|-----------------------------|------------------------------------|--------|--------------|
+| `double_rounding` | nearest                     | nearest (tie rule), then clipped   | 0      | learned      |
+| `nested`          | floor                       | floor (an arithmetic shift)        | 1/2    | learned      |
+| `truncate`        | nearest                     | floor                              | 0      | learned      |
+| `adabits`         | floor, of tanh(W)           | floor                              | 0      | from weights |
+| `lsq`             | nearest, at each width      | cannot be narrowed                 | 0      | one a width  |
+| `dorefa`          | nearest, of tanh(W)         | cannot be narrowed                 | 1/2    | from weights |
+
+`double_rounding` is the paper's Eqs. 1-3, `truncate` Bit-Mixer, `lsq` also MultiQuant and the paper's "Ours*",
+`dorefa` Any-Precision, `adabits` the modified DoReFa of AdaBits, `nested` our centred truncation.
+
+Integers reach training as floats that hold whole numbers and run time as int8. Both give the same code
+because every step between the first division and the last multiplication is exact in float32.
+Division is a true IEEE division (not a product with a reciprocal), so CPU, GPU and ONNX agree on it.
+"""
+
+from bitdial.functional.activations import (
+    dequantize_activation,
+    fake_quantize_activation,
+    integer_zero_point,
+    quantize_activation,
+)
+from bitdial.functional.schemes import (
+    ACTIVATION_KINDS,
+    SCHEMES,
+    TIE_RULES,
+    Scheme,
+    check_codes,
+    code_range,
+    lsq_gradient_scale,
+    narrow,
+    per_channel,
+    scheme_of,
+)
+from bitdial.functional.weights import dequantize, derived_scale, fake_quantize, quantize, unclipped_range
+
+__all__ = [
+    "ACTIVATION_KINDS",
+    "SCHEMES",
+    "TIE_RULES",
+    "Scheme",
+    "check_codes",
+    "code_range",
+    "dequantize",
+    "dequantize_activation",
+    "derived_scale",
+    "fake_quantize",
+    "fake_quantize_activation",
+    "integer_zero_point",
+    "lsq_gradient_scale",
+    "narrow",
+    "per_channel",
+    "quantize",
+    "quantize_activation",
+    "scheme_of",
+    "unclipped_range",
+]

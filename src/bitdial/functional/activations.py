@@ -1,0 +1,108 @@
+"""Activations: to codes, back to values, and fake-quantised with their gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bitdial.errors import ConfigError
+from bitdial.functional.schemes import ACTIVATION_KINDS, apply, check_widths, code_range
+
+
+def integer_zero_point(zero_point: Tensor, bits: int) -> Tensor:
+    """The learned zero-point as the forward pass uses it: rounded, inside the code range."""
+    return zero_point.detach().round().clamp_(*code_range(bits, signed=False))
+
+
+class _FakeQuantizeActivation(torch.autograd.Function):
+    """Eqs. 4-5 with q = clip(round(x / scale) + z) and value (q - z) * scale; z a whole number.
+
+    With v = x / scale + z and [n, p] the code range:
+        d out / d x     = 1 where n < v < p, else 0
+        d out / d scale = round(x / scale) - x / scale where n < v < p, else bound - z
+        d out / d z     = 0 where n < v < p, else -scale
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        bits: int,
+        signed: bool,
+        gradient_scale: float,
+    ) -> Tensor:
+        least, most = code_range(bits, signed=signed)
+        values = (x / scale).round_()
+        if zero_point is None:
+            values.clamp_(least, most)
+        else:
+            whole = integer_zero_point(zero_point, bits)
+            values.add_(whole).clamp_(least, most).sub_(whole)
+        values.mul_(scale)
+        ctx.save_for_backward(x, scale, values, zero_point)
+        ctx.bits, ctx.signed, ctx.gradient_scale = bits, signed, gradient_scale
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, scale, values, zero_point = ctx.saved_tensors
+        position = x / scale
+        if zero_point is not None:
+            position.add_(integer_zero_point(zero_point, ctx.bits))
+        least, most = code_range(ctx.bits, signed=ctx.signed)
+        grad_x = torch.ops.aten.hardtanh_backward(grad, position, least, most)
+        grad_scale = grad_zero = None
+        if ctx.needs_input_grad[1]:
+            # Inside: (value - x) / scale. Outside: value / scale, which is the clipped code less z. The difference is
+            # taken before the sum: two sums of large terms would cancel and leave their rounding errors.
+            total = (grad * values).addcmul_(grad_x, x, value=-1).sum()
+            grad_scale = (total / scale.reshape(())).mul_(ctx.gradient_scale).reshape(scale.shape)
+        if zero_point is not None and ctx.needs_input_grad[2]:
+            outside = grad.sum() - grad_x.sum()
+            grad_zero = (-outside * scale.reshape(())).mul_(ctx.gradient_scale).reshape(zero_point.shape)
+        return grad_x, grad_scale, grad_zero, None, None, None
+
+
+def fake_quantize_activation(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    bits: int,
+    kind: str,
+    gradient_scale: float = 1.0,
+) -> Tensor:
+    """`x` as its `bits`-bit code says it; `scale` and `zero_point` are (1,), differentiable."""
+    _check_activation(bits, kind, zero_point)
+    return apply(_FakeQuantizeActivation, x, scale, zero_point, bits, kind == "signed", gradient_scale)
+
+
+def quantize_activation(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int, kind: str) -> Tensor:
+    """Integer codes of `x`: int8 for a signed kind, uint8 otherwise."""
+    _check_activation(bits, kind, zero_point)
+    codes = (x / scale).round_()
+    if zero_point is not None:
+        codes.add_(integer_zero_point(zero_point, bits))
+    signed = kind == "signed"
+    return codes.clamp_(*code_range(bits, signed=signed)).to(torch.int8 if signed else torch.uint8)
+
+
+def dequantize_activation(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int) -> Tensor:
+    """Values of activation codes: (codes - z) * scale."""
+    values = codes.to(scale.dtype, copy=True)
+    if zero_point is not None:
+        values.sub_(integer_zero_point(zero_point, bits))
+    return values.mul_(scale)
+
+
+def _check_activation(bits: int, kind: str, zero_point: Tensor | None) -> None:
+    check_widths(bits, bits)
+    if kind not in ACTIVATION_KINDS:
+        raise ConfigError(f"activation kind {kind!r} is not known; choose one of {', '.join(ACTIVATION_KINDS)}")
+    if (kind == "asymmetric") != (zero_point is not None):
+        raise ConfigError(f"kind {kind!r}: a zero_point goes with 'asymmetric' and with no other kind")

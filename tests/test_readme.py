@@ -1,0 +1,341 @@
+"""The documentation is run and checked, so that it cannot rot: code blocks, links, names, signatures, the reader."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitdial
+from bitdial import BitdialError, QuantConfig, Rule, load, prepare, save, set_bits
+from bitdial.packing import pack_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def code_blocks(text: str, language: str = "python") -> list[str]:
+    return [body for kind, body in FENCE.findall(text) if kind == language]
+
+
+def prose(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def each_page() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run a page's Python blocks in order, as one script; returns what they defined."""
+    names: dict[str, Any] = {"__name__": "page"}
+    for number, block in enumerate(code_blocks(page(name)), start=1):
+        exec(compile(block, f"{name}, block {number}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield tmp_path
+
+
+# --- the code runs ------------------------------------------------------------------------------
+
+
+def test_the_readme_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("README.md")
+    found = {
+        int(bits): float(share)
+        for bits, share in re.findall(r"^(\d) tensor\(([\d.]+)\)$", capsys.readouterr().out, re.M)
+    }
+    assert set(found) == {8, 6, 4, 3, 2}
+    assert min(found.values()) > 0.5, "four classes: a reader should see that it learns"
+    assert (in_tmp_path / "model.safetensors").stat().st_size > 0
+    assert all(set_bits(names["live"], bits) is None for bits in found)
+
+
+def test_the_readme_keeps_to_about_ten_lines() -> None:
+    (block,) = code_blocks(page("README.md"))
+    assert len([line for line in block.splitlines() if line.strip()]) <= 14
+
+
+def test_the_quickstart_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("docs/quickstart.md")
+    out = capsys.readouterr().out
+    for comment in re.findall(r"print\(.*?\)  # (BitPlan\(.*\))$", page("docs/quickstart.md"), re.M):
+        assert comment in out, f"the page says {comment}"
+    written = {path.name for path in in_tmp_path.iterdir()}
+    assert {"net.safetensors", "net-2.safetensors", "small.safetensors", "ddp.safetensors", "run.ckpt"} <= written
+
+
+def test_the_quickstart_says_what_a_pair_and_a_plan_look_like() -> None:
+    assert len(re.findall(r"# BitPlan\(", page("docs/quickstart.md"))) >= 2  # or the test above compares nothing
+
+
+# --- the reader of docs/artifact-format.md ------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A convolution, two linear layers of one weight, an odd number of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 3, 3, bias=False)
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.norm = nn.BatchNorm2d(5)
+        self.first = nn.Linear(45, 45)
+        self.second = nn.Linear(45, 45, bias=False)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(45, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.conv(self.stem(x).relu())).relu().flatten(1)
+        return self.head(self.second(self.first(x).relu()))
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, Any]:
+    return run("docs/artifact-format.md")
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+@pytest.mark.parametrize("bit_choices", [(8, 6, 4, 2), (7, 4, 3), (4, 3, 2)])
+@pytest.mark.parametrize(
+    ("scheme", "ties"),
+    [
+        ("double_rounding", "even"),
+        ("double_rounding", "up"),
+        ("nested", "even"),
+        ("truncate", "even"),
+        ("adabits", "even"),
+    ],
+)
+def test_the_reader_reproduces_the_weights(
+    scheme: str, ties: str, bit_choices: tuple[int, ...], per_channel: bool, reader: dict[str, Any], in_tmp_path: Path
+) -> None:
+    float_model, calibration = Tied(), torch.rand(8, 1, 5, 5)
+    config = QuantConfig(bit_choices=bit_choices, scheme=scheme, ties=ties, per_channel=per_channel)
+    save(prepare(float_model, config, calibration), "file.safetensors")
+    live = load("file.safetensors", float_model)
+    manifest, tensors = reader["read"]("file.safetensors")
+    assert set(manifest["layers"]) == {"conv", "first", "second"}
+    for bits in bit_choices:
+        set_bits(live, bits)
+        for layer in manifest["layers"]:
+            expected = live.get_submodule(layer).active.numpy()
+            found = reader["weight"](manifest, tensors, layer, bits)
+            assert found.dtype == np.float32
+            np.testing.assert_array_equal(found, expected)
+    assert len(np.unique(reader["weight"](manifest, tensors, "first", bit_choices[-1]))) > 2
+
+
+def test_the_reader_refuses_a_damaged_file(reader: dict[str, Any], in_tmp_path: Path) -> None:
+    save(prepare(Tied(), QuantConfig(), torch.rand(8, 1, 5, 5)), "file.safetensors")
+    content = bytearray(Path("file.safetensors").read_bytes())
+    content[-1] ^= 1
+    Path("file.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="damaged"):
+        reader["read"]("file.safetensors")
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(3, "0xF1, 0x08"), (4, "0xE1, 0xC3")])
+def test_the_packing_example(bits: int, packed: str, reader: dict[str, Any]) -> None:
+    codes = [1, -2, 3, -4]
+    assert packed in page("docs/artifact-format.md")
+    stream = pack_bytes(torch.tensor(codes), bits)
+    assert ", ".join(f"0x{byte:02X}" for byte in stream.tolist()) == packed
+    assert reader["unpack"](stream.numpy(), bits, len(codes)).tolist() == codes
+
+
+def test_the_specification_names_every_field_and_tensor(in_tmp_path: Path) -> None:
+    rules = (Rule(pattern="conv", activations="asymmetric"),)
+    text = page("docs/artifact-format.md")
+    for scheme in ("double_rounding", "lsq"):
+        save(prepare(Tied(), QuantConfig(scheme=scheme, rules=rules), torch.rand(8, 1, 5, 5)), "file.safetensors")
+        artifact = bitdial.read_artifact("file.safetensors")
+        fields = {*artifact.manifest, *(f for e in artifact.layers.values() for f in e)}
+        fields |= {f for e in artifact.norms.values() for f in e}
+        assert sorted(f for f in fields if f"`{f}`" not in text) == []
+        parts = {name.rpartition("/")[2] for name in artifact.tensors if not name.startswith(".float/")}
+        assert sorted(p for p in parts if f"LAYER/{p}`" not in text and f"NORM/{p}`" not in text) == []
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def imported_from_bitdial(block: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "bitdial":
+            for alias in node.names:
+                yield alias.name if node.module == "bitdial" else f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.startswith("bitdial."))
+
+
+@each_page()
+def test_code_imports_public_names_only(path: Path) -> None:
+    names = {n for block in code_blocks(path.read_text(encoding="utf-8")) for n in imported_from_bitdial(block)}
+    assert sorted(names - set(bitdial.__all__)) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ("from bitdial import load, save as s", {"load", "save"}),
+        ("from bitdial.nn import QuantLinear", {"bitdial.nn.QuantLinear"}),
+        ("import bitdial.train", {"bitdial.train"}),
+        ("import torch\nfrom torch import nn", set()),
+    ],
+)
+def test_imports_are_found(block: str, expected: set[str]) -> None:
+    assert set(imported_from_bitdial(block)) == expected
+
+
+ENTRY = re.compile(r"^- `(\w+)(?:\((.*?)\))?`:", re.M | re.S)
+
+
+def documented() -> dict[str, str | None]:
+    """Signatures by name, as docs/api.md has them; None for a name without one."""
+    entries = ENTRY.findall(page("docs/api.md"))
+    names = [name for name, _ in entries]
+    assert len(names) == len(set(names)), "a name appears twice"
+    return {name: signature or None for name, signature in entries}
+
+
+def test_the_api_page_has_every_public_name_and_no_other() -> None:
+    assert sorted(documented()) == sorted(bitdial.__all__)
+
+
+def parameters(signature: str) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default (its source; None without one) of each parameter in the text of a signature."""
+    (function,) = ast.parse(f"def f({signature}): pass").body
+    assert isinstance(function, ast.FunctionDef)
+    arguments = function.args
+    found: list[tuple[str, Any, Any]] = []
+    missing = [None] * (len(arguments.args) - len(arguments.defaults))
+    for argument, default in zip(arguments.args, [*missing, *arguments.defaults], strict=True):
+        found.append((argument.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, default))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found.append((argument.arg, inspect.Parameter.KEYWORD_ONLY, default))
+    if arguments.kwarg is not None:
+        found.append((arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD, None))
+    return found
+
+
+def differences(signature: str, target: Callable[..., Any]) -> list[str]:
+    """What a documented signature says otherwise than the code."""
+    actual = list(inspect.signature(target).parameters.values())
+    written = parameters(signature)
+    if [(name, kind) for name, kind, _ in written] != [(p.name, p.kind) for p in actual]:
+        return [f"parameters are {[p.name for p in actual]}"]
+    wrong = []
+    for (name, _, default), parameter in zip(written, actual, strict=True):
+        if (default is None) != (parameter.default is inspect.Parameter.empty):
+            wrong.append(f"{name}: one has a default")
+        elif isinstance(default, ast.Name):
+            if default.id != parameter.default.__name__:
+                wrong.append(f"{name}: the default is {parameter.default!r}")
+        elif default is not None and ast.unparse(default) != "{}" and ast.literal_eval(default) != parameter.default:
+            wrong.append(f"{name}: the default is {parameter.default!r}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", bitdial.__all__)
+def test_documented_signatures_are_those_of_the_code(name: str) -> None:
+    target, signature = getattr(bitdial, name), documented()[name]
+    if signature is None:
+        assert not callable(target) or issubclass(target, BitdialError)
+    else:
+        assert differences(signature, target) == []
+
+
+def test_wrong_signatures_are_found() -> None:
+    def sample(x: int, *, y: int = 2, loss: Any = sorted) -> None: ...
+
+    assert differences("x, *, y=2, loss=sorted", sample) == []
+    for wrong in ("x, y=2, loss=sorted", "x, *, y=3, loss=sorted", "x, *, y, loss=sorted", "x=1, *, y=2, loss=sorted",
+                  "x, *, y=2, loss=sum", "z, *, y=2, loss=sorted", "x, *, y=2"):  # fmt: skip
+        assert differences(wrong, sample), wrong
+
+
+# --- links and paths ----------------------------------------------------------------------------
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", prose(text))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(text), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page()
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    broken = []
+    for link in links(text):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.is_file() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_anchors_and_links_are_found() -> None:
+    text = "# One\n## 12. Norm statistics, `a` b\n[x](y.md#z) and [w](#one)\n```text\n[no](link)\n# no\n```\n"
+    assert anchors(text) == {"one", "12-norm-statistics-a-b"}
+    assert links(text) == ["y.md#z", "#one"]
+
+
+@each_page()
+def test_named_files_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"\b((?:src/bitdial|tests|benchmarks|docs)/[\w/]+\.(?:py|md))\b", text))
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in links(page("README.md"))}
+    assert sorted(str(p.relative_to(ROOT)) for p in PAGES[1:] if str(p.relative_to(ROOT)) not in linked) == []
+
+
+def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    from bitdial.cli import main
+
+    text = page("README.md") + page("docs/quickstart.md")
+    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch)\b", text))
+    assert commands == {"demo", "train", "eval", "inspect", "switch"}
+    for command in commands:
+        with pytest.raises(SystemExit) as leaving:
+            main([command, "--help"])
+        assert leaving.value.code == 0
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    offered = re.findall(r"^    (\w+) ", capsys.readouterr().out.rpartition("COMMAND")[2], re.M)
+    assert set(offered) == commands, "the README lists every command"
+
+
+def test_documented_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", page("Makefile"), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)\b", page("README.md"), re.M))
+    assert {"demo", "test"} <= named <= targets
