@@ -1,6 +1,8 @@
 """Figures: the data they draw, the same bytes every time, and nothing left behind in matplotlib."""
 
+import functools
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -28,22 +30,14 @@ SIZES = {"float": 400_000, "artifact": 120_000, "separate": {"8": 100_000, "6": 
 
 
 def make_history(epochs: int = 3) -> dict[str, Any]:
-    rows = [
-        {
-            "epoch": epoch,
-            "train_top1": {str(b): 0.2 + 0.1 * epoch + 0.01 * b for b in BITS},
-            "top1": {str(b): 0.3 + 0.1 * epoch + 0.01 * b for b in BITS},
-        }
-        for epoch in range(epochs)
-    ]
     rng = np.random.default_rng(0)
-    gradients = {
-        str(b): [
-            {"step": i, "weight": rng.uniform(1, 3, 3).tolist(), "act": [0.0, *rng.uniform(1, 3, 2).tolist()]}
-            for i in range(20)
-        ]
-        for b in BITS
-    }
+    rows, gradients = [], {}
+    for epoch in range(epochs):
+        base = {str(b): 0.2 + 0.1 * epoch + 0.01 * b for b in BITS}
+        rows.append({"epoch": epoch, "train_top1": base, "top1": {b: value + 0.1 for b, value in base.items()}})
+    for bits in map(str, BITS):
+        peaks = rng.uniform(1, 3, (20, 6)).tolist()
+        gradients[bits] = [{"step": i, "weight": p[:3], "act": [0.0, *p[4:]]} for i, p in enumerate(peaks)]
     return {"layers": LAYERS, "rows": rows, "gradients": gradients}
 
 
@@ -53,6 +47,13 @@ def grid_values(bits: int, step: float = 0.5) -> np.ndarray[Any, Any]:
     return np.append(codes, 0) * step * 2 ** (8 - bits)
 
 
+@functools.cache
+def drawings() -> dict[str, str]:
+    """Each kind of figure as SVG."""
+    return {name: plots.to_svg(figure) for name, figure in all_figures().items()}
+
+
+@functools.cache
 def all_figures() -> dict[str, Figure]:
     return {
         "accuracy": plots.accuracy_by_bits(0.98, TOP1),
@@ -77,9 +78,6 @@ def segments(axes: Axes) -> list[np.ndarray[Any, Any]]:
     return [s for c in axes.collections if isinstance(c, LineCollection) for s in c.get_segments()]
 
 
-# --- what is drawn ------------------------------------------------------------------------------
-
-
 def test_accuracy_shows_every_width_in_percent_against_the_float_line() -> None:
     figure = plots.accuracy_by_bits(0.98, {2: 0.9, 8: 0.99, 6: 0.985, 4: 0.97})
     (axes,) = figure.axes
@@ -91,6 +89,7 @@ def test_accuracy_shows_every_width_in_percent_against_the_float_line() -> None:
     assert [t.get_text() for t in axes.get_xticklabels()] == list(dots)
     assert {to_rgb(line.get_color()) for line in dots.values()} == {to_rgb(plots.PALETTE[b]) for b in BITS}
     assert "8.0 points, at 2 bits" in figure.get_suptitle()
+    assert plots.accuracy_by_bits(0.97, {8: 0.99, 2: 0.97}).get_suptitle().startswith("No bit-width loses")
     assert "99.0 %" in texts(figure)
 
 
@@ -105,10 +104,6 @@ def test_accuracy_axis_shows_every_dot_and_no_impossible_percentage(level: float
     assert max(values) < top
     assert all(0 <= tick <= 100 for tick in axes.get_yticks())
     assert len(axes.get_yticks()) >= 3
-
-
-def test_accuracy_title_does_not_claim_a_loss_where_there_is_none() -> None:
-    assert plots.accuracy_by_bits(0.97, {8: 0.99, 2: 0.97}).get_suptitle().startswith("No bit-width loses")
 
 
 def test_convergence_draws_evaluated_accuracy_by_epoch() -> None:
@@ -175,19 +170,13 @@ def test_gradients_leave_out_layers_without_such_a_scale_and_choose_widths() -> 
     assert "activation" in figure.get_suptitle()
 
 
-def test_gradient_title_states_the_measured_ratio() -> None:
-    gradients = {b: [{"step": 0, "weight": [v], "act": [0.0]}] for b, v in (("8", 0.5), ("2", 20.0))}
-    figure = plots.scale_gradients({"layers": ["fc"], "gradients": gradients})
-    assert "at 2 bits are 40 times those at 8 bits" in figure.get_suptitle()
-
-
-def test_gradients_of_an_unequal_number_of_panels_and_many_layers() -> None:
+def test_gradients_of_many_layers_name_some_and_the_title_states_the_measured_ratio() -> None:
     layers = [f"layer{i}" for i in range(130)]
-    gradients = {b: [{"step": 0, "weight": [1.0] * 130, "act": [0.0] * 130}] for b in "864"}
+    gradients = {b: [{"step": 0, "weight": [v] * 130, "act": []}] for b, v in (("8", 0.5), ("4", 1.0), ("2", 20.0))}
     figure = plots.scale_gradients({"layers": layers, "gradients": gradients})
     assert len(figure.axes) == 3
-    names = [t.get_text() for t in figure.axes[-1].get_xticklabels()]
-    assert names == layers[::3]
+    assert [t.get_text() for t in figure.axes[-1].get_xticklabels()] == layers[::3]
+    assert "at 2 bits are 40 times those at 8 bits" in figure.get_suptitle()
 
 
 def test_histograms_count_every_weight_at_its_value() -> None:
@@ -214,15 +203,11 @@ def test_histogram_of_equally_frequent_codes_is_flat() -> None:
         assert heights[:-1] == pytest.approx([heights[0]] * (len(heights) - 1))
 
 
-def test_histogram_ignores_rounding_noise_between_equal_values() -> None:
+def test_histogram_ignores_rounding_noise_and_takes_tensors_of_one_value() -> None:
     noisy = np.repeat(np.arange(4.0), 50) + np.linspace(0, 1e-9, 200)
-    (axes,) = plots.weight_histograms({2: noisy}).axes
-    assert [bar.get_height() for bar in axes.patches] == pytest.approx([25] * 4)
-
-
-def test_histogram_of_one_value_and_of_torch_tensors() -> None:
-    (axes,) = plots.weight_histograms({8: torch.zeros(5)}).axes
-    assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(100)
+    figure = plots.weight_histograms({8: torch.zeros(5), 2: noisy})
+    assert sum(bar.get_height() for bar in figure.axes[0].patches) == pytest.approx(100)
+    assert [bar.get_height() for bar in figure.axes[1].patches] == pytest.approx([25] * 4)
 
 
 def test_sizes_lay_the_separate_files_end_to_end() -> None:
@@ -251,9 +236,6 @@ def test_sizes_lay_the_separate_files_end_to_end() -> None:
 )
 def test_format_bytes(count: float, text: str) -> None:
     assert plots.format_bytes(count) == text
-
-
-# --- what is refused ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", [{}, {9: 0.5}, {"x": 0.5}, {1: 0.5}, {"all": 1}])
@@ -288,27 +270,24 @@ def test_weights_that_are_not_numbers_are_refused(values: list[float]) -> None:
 def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figure = plots.accuracy_by_bits(0.9, TOP1)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    calls: list[Any] = [
-        lambda: plots.accuracy_by_bits(0.9, TOP1),
-        lambda: plots.convergence(make_history()),
-        lambda: plots.scale_gradients(make_history()),
-        lambda: plots.weight_histograms({2: [1.0]}),
-        lambda: plots.sizes_by_bits(SIZES),
-        lambda: plots.to_svg(figure),
-        lambda: plots.to_png(figure, tmp_path / "x.png"),
+    calls: list[tuple[Any, ...]] = [
+        (plots.accuracy_by_bits, 0.9, TOP1),
+        (plots.convergence, make_history()),
+        (plots.scale_gradients, make_history()),
+        (plots.weight_histograms, {2: [1.0]}),
+        (plots.sizes_by_bits, SIZES),
+        (plots.to_svg, figure),
+        (plots.to_png, figure, tmp_path / "x.png"),
     ]
-    for call in calls:
+    for function, *arguments in calls:
         with pytest.raises(MissingDependencyError, match=r"pip install 'bitdial\[report\]'"):
-            call()
+            function(*arguments)
     assert not list(tmp_path.iterdir())
 
 
-# --- output -------------------------------------------------------------------------------------
-
-
 def test_svg_is_one_labelled_element_that_scales() -> None:
-    for figure in all_figures().values():
-        text = plots.to_svg(figure)
+    for name, figure in all_figures().items():
+        text = drawings()[name]
         assert text.startswith("<svg ")
         root = ElementTree.fromstring(text)
         assert root.get("role") == "img"
@@ -330,8 +309,8 @@ def ids_and_references(text: str) -> tuple[list[str], set[str]]:
 
 def test_svg_ids_are_unique_across_figures_and_references_hold() -> None:
     seen: set[str] = set()
-    for figure in [*all_figures().values(), plots.accuracy_by_bits(0.5, TOP1)]:
-        ids, references = ids_and_references(plots.to_svg(figure))
+    for text in [*drawings().values(), plots.to_svg(plots.accuracy_by_bits(0.5, TOP1))]:
+        ids, references = ids_and_references(text)
         assert references
         assert references <= set(ids)
         assert len(ids) == len(set(ids))
@@ -355,21 +334,20 @@ def test_text_of_the_data_is_only_text() -> None:
 
 
 def test_same_data_give_the_same_bytes(tmp_path: Path) -> None:
-    for first, second in zip(all_figures().values(), all_figures().values(), strict=True):
-        plots.to_png(first, tmp_path / "a.png")
-        plots.to_png(second, tmp_path / "b.png")
-        assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-        assert plots.to_svg(first) == plots.to_svg(second)
-        assert plots.to_svg(first) == plots.to_svg(first)
+    first, second = plots.scale_gradients(make_history()), plots.scale_gradients(make_history())
+    text = plots.to_svg(first)
+    plots.to_png(first, tmp_path / "a.png", dpi=70)
+    plots.to_png(second, tmp_path / "b.png", dpi=70)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert plots.to_svg(second) == plots.to_svg(first) == text  # saving in between changed nothing
 
 
 def test_the_style_of_the_user_neither_shows_nor_changes() -> None:
-    expected = {name: plots.to_svg(figure) for name, figure in all_figures().items()}
     with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "black", "svg.fonttype": "path"}):
         before = matplotlib.rcParams.copy()
-        found = {name: plots.to_svg(figure) for name, figure in all_figures().items()}
+        found = {name: plots.to_svg(figure) for name, figure in all_figures.__wrapped__().items()}
         assert dict.items(matplotlib.rcParams) == dict.items(before)
-    assert found == expected
+    assert found == drawings()
 
 
 def test_another_process_gives_the_same_bytes_and_never_imports_pyplot() -> None:
@@ -378,7 +356,7 @@ def test_another_process_gives_the_same_bytes_and_never_imports_pyplot() -> None
         "assert 'matplotlib' not in sys.modules\n"
         "tests = runpy.run_path(sys.argv[1])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "text = ''.join(tests['plots'].to_svg(f) for f in tests['all_figures']().values())\n"
+        "text = ''.join(tests['drawings']().values())\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "print(hashlib.sha256(text.encode()).hexdigest())\n"
     )
@@ -391,8 +369,7 @@ def test_another_process_gives_the_same_bytes_and_never_imports_pyplot() -> None
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    text = "".join(plots.to_svg(figure) for figure in all_figures().values())
-    assert done.stdout.strip() == hashlib.sha256(text.encode()).hexdigest()
+    assert done.stdout.strip() == hashlib.sha256("".join(drawings().values()).encode()).hexdigest()
 
 
 def test_png_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +388,25 @@ def test_png_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_palette_and_markers_tell_all_widths_apart() -> None:
-    assert list(plots.PALETTE) == list(plots.MARKERS) == list(range(8, 1, -1))
-    assert len(set(plots.PALETTE.values())) == len(set(plots.MARKERS.values())) == 7
+# Machado, Oliveira and Fernandes (2009): how linear RGB looks without one kind of cone.
+VISION = {
+    "full": np.eye(3),
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+
+
+@pytest.mark.parametrize("kind", VISION)
+def test_colours_are_told_apart_with_any_colour_vision(kind: str) -> None:
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    lab = {}
+    for bits, colour in plots.PALETTE.items():
+        linear = np.array([v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in to_rgb(colour)])
+        seen = np.clip(np.array(VISION[kind]) @ linear, 0, 1)
+        x, y, z = np.cbrt(to_xyz @ seen / to_xyz.sum(axis=1))
+        lab[bits] = np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+    for left, right in itertools.combinations(lab, 2):
+        least = 25 if {left, right} <= {8, 6, 4, 3, 2} else 15  # a just noticeable difference is about 2
+        assert np.linalg.norm(lab[left] - lab[right]) > least, (left, right)
+    assert len(set(plots.MARKERS.values())) == len(plots.PALETTE) == 7

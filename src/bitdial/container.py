@@ -71,7 +71,10 @@ def replacing(path: Path, *, error: type[BitdialError]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the user's umask has it; safetensors would leave the file private
         yield temporary
+        temporary.chmod(mode)
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A colour for each width, after Okabe and Ito; told apart with any colour vision, and each width has a marker too.
-PALETTE = {8: "#0072B2", 7: "#56B4E9", 6: "#009E73", 5: "#7F6A00", 4: "#E69F00", 3: "#CC79A7", 2: "#D55E00"}
+# A colour for each width, after Okabe, Ito and Tol; told apart with any colour vision, and each width has a marker too.
+PALETTE = {8: "#332288", 7: "#CC79A7", 6: "#56B4E9", 5: "#D55E00", 4: "#E69F00", 3: "#117733", 2: "#882255"}
 MARKERS = {8: "o", 7: "v", 6: "s", 5: "P", 4: "D", 3: "X", 2: "^"}
-LIGHT = (7, 4, 3)  # widths whose colour needs dark text on it
+LIGHT = (7, 6, 4)  # widths whose colour needs dark text on it
 INK, GREY = "#1f2328", "#8a9099"
 WIDTH = 8.0  # inches; 9 points are then about 13 pixels at the width of a page
 

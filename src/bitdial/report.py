@@ -172,8 +172,8 @@ def demo_report(
     write_report(
         path,
         title="bitdial demo: one file, every bit-width",
-        lead=f"A network trained once and stored once, as {artifact.bit_choices[0]}-bit integers in {name} "
-        f"({plots.format_bytes(one)}). The same file runs at {_listed(artifact.bit_choices)} bits.",
+        lead=f"A network trained once and stored once, in {name} ({plots.format_bytes(one)}). "
+        f"The same file runs at {_listed(artifact.bit_choices)} bits.",
         summary_rows=_summary(result, separate, float_bytes),
         summary_note=f"One file for all bit-widths: {one:,} bytes. A separate file for each: {many:,} bytes together. "
         f"The one file takes {100 * one / many:.0f} % of that.",
@@ -255,7 +255,7 @@ def _weight_figure(artifact: Artifact, live: nn.Module) -> "tuple[str, str, Figu
         "channel. Weights beyond the range are clipped to its ends."
     )
     if scheme.narrows:
-        caption += " Each lower bit-width is made from the stored integers alone, so its few values lie among theirs."
+        caption += " Each lower bit-width is made from the stored integers alone."
     below = next((bits for bits in artifact.bit_choices if bits in (high - 1, high - 2)), None)
     if artifact.scheme == "double_rounding" and artifact.manifest["ties"] == "even" and below:
         caption += f" At {below} bits every other value is rarer, because what lies half-way goes to the even integer."

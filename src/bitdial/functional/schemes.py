@@ -8,14 +8,13 @@ from torch import Tensor
 
 from bitdial.errors import ConfigError, QuantizationError
 
-
 ACTIVATION_KINDS: tuple[str, ...] = ("unsigned", "signed", "asymmetric")
 TIE_RULES: tuple[str, ...] = ("even", "up")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What tells one weight scheme from another; see the table at the top of this file."""
+    """What tells one weight scheme from another; see the table in `bitdial.functional`."""
 
     first: Literal["nearest", "floor", "nearest_half"]
     second: Literal["nearest", "floor"] | None

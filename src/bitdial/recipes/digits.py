@@ -38,7 +38,7 @@ def digits_test() -> list[tuple[Tensor, Tensor]]:
 def digits(options: RecipeOptions) -> RecipeOutcome:
     """Train a small residual network in float, then jointly at every width, and save the artifact in `options.out`."""
     x, y, x_test, y_test = digits_data()
-    epochs = options.epochs or 20
+    epochs = options.epochs or 16
     data = ArrayData(x, y, batch_size=64, seed=options.seed, augment=Shift(pixels=1))
     test = batched(x_test, y_test)
     float_checkpoint, joint_checkpoint = options.out / "float.ckpt", options.out / "joint.ckpt"
