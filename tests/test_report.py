@@ -95,8 +95,8 @@ def make_demo(path: Path, artifact: Artifact, **changes: Any) -> Page:
     separate = {str(bits): count for bits, count in sizes(artifact)["separate"].items()}
     result = {
         "float_top1": 0.975,
-        "top1": {"8": 0.98, "6": 0.9751, "4": 0.975, "2": 0.9},
-        "bytes": {"float": 40_000, "artifact": artifact.file_bytes, "separate": separate},
+        "top1": {"8": 0.98, "6": 0.9749, "4": 0.975, "2": 0.9},
+        "bytes": {"float": 1, "artifact": artifact.file_bytes, "separate": separate},
         "artifact": "/home/someone/demo.safetensors",
     }
     history = changes.pop("history", make_history(list(artifact.layers)))
@@ -246,6 +246,7 @@ def test_demo_table_has_accuracy_difference_bytes_and_share(demo: Path, artifact
     assert cells[1] == ["98.0 %", "+0.5 points", f"{separate[8]:,} bytes", f"{separate[8] / 400:.0f} %"]
     assert cells[2][1] == cells[3][1] == "+0.0 points"
     assert cells[4] == ["90.0 %", "−7.5 points", f"{separate[2]:,} bytes", f"{separate[2] / 400:.0f} %"]
+    assert "40.0 kB" in page.words["text"]  # in the figure of bytes
     below = page.words["p"][1]
     assert f"{artifact.file_bytes:,} bytes" in below
     assert f"{sum(separate.values()):,} bytes together" in below

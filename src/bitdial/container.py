@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,13 @@ def write_container(
     A failure raises `error` and leaves what was at `path` alone.
     """
     path = Path(path)
+    if unknown := [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _DTYPES]:
+        raise error(f"cannot write {path}: bitdial does not store tensors of the type of {unknown[0]}")
+    if "__metadata__" in tensors:
+        raise error(f"cannot write {path}: '__metadata__' is a reserved name")
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
-        text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(manifest, separators=(",", ":"), allow_nan=False)
         metadata = {"manifest": text, "digest": _digest(text, plain)}
     except (TypeError, ValueError) as cause:
         raise error(f"cannot write {path}: {cause}") from cause
@@ -77,11 +81,13 @@ def replacing(path: Path, *, error: type[BitdialError]) -> Iterator[Path]:
         temporary.chmod(mode)
         _flush(temporary)
         os.replace(temporary, path)
-        _flush(path.parent)
     except (OSError, SafetensorError) as cause:
         raise error(f"cannot write {path}: {cause}; what was there before is untouched") from cause
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    with suppress(OSError):  # the file is in place; not every file system can flush a folder
+        _flush(path.parent)
 
 
 def _flush(path: Path) -> None:
@@ -97,8 +103,13 @@ def read_container(
 ) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off."""
     path = Path(path)
-    if not path.is_file():
-        raise error(f"there is no file {path}")
+    try:
+        with path.open("rb"):
+            pass
+    except (FileNotFoundError, IsADirectoryError) as cause:
+        raise error(f"there is no file {path}") from cause
+    except OSError as cause:
+        raise error(f"cannot read {path}: {cause.strerror}") from cause
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -113,12 +124,16 @@ def read_container(
     if _digest(text, tensors) != digest:
         raise error(f"{path} is damaged: its content does not match its digest; get a fresh copy")
     try:
-        manifest = json.loads(text)
+        manifest = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}: its manifest is not JSON: {cause}") from cause
     if not isinstance(manifest, dict):
         raise error(f"{path}: its manifest must be a JSON object")
     return tensors, manifest, digest
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:

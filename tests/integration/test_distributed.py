@@ -114,18 +114,18 @@ def equal_after_every_step():
         step = JointStep(
             distributed.wrap(model), TrainConfig(epochs=2, lr=1e-2, **settings), steps_per_epoch=3, samples=20
         )
-        shares = set()
+        shares = []
         for epoch in range(2):
             for batch in data().batches(epoch, rank=RANK, world=2):
                 before = state(model)
-                report = step(batch.inputs, batch.targets, batch.index)
-                shares.add(round(float(report.loss[8]), 6))
+                step(batch.inputs, batch.targets, batch.index)
+                shares.append(batch.index)
                 if not same_everywhere(state(model, step)):
                     problems.append(f"{name}: the ranks differ after step {step.step}")
                 if torch.equal(before, state(model)):
                     problems.append(f"{name}: step {step.step} did nothing")
             step.end_epoch()
-        if same_everywhere(torch.tensor(sorted(shares), dtype=torch.float64)):
+        if same_everywhere(torch.cat(shares).double()):
             problems.append(f"{name}: both ranks saw the same data")
     return problems
 

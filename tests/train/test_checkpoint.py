@@ -48,7 +48,7 @@ def assert_same_history(one: History, other: History) -> None:
     assert [row["epoch"] for row in one.rows] == [row["epoch"] for row in other.rows]
     for mine, wanted in zip(one.rows, other.rows, strict=True):
         assert mine.keys() == wanted.keys()
-        for name in mine.keys() - {"seconds"}:
+        for name in sorted(mine.keys() - {"seconds"}):
             assert mine[name] == wanted[name], f"{name} of epoch {mine['epoch']}"
     assert one.gradients.keys() == other.gradients.keys()
     for bits in one.gradients:
@@ -497,8 +497,8 @@ def test_another_model_is_refused(
 
 
 def test_data_of_another_length_is_refused(saved: Path, make_model: MakeModel, make_data: MakeData) -> None:
-    assert_refused(saved, make_model(), make_data(samples=30), SAME, "6 steps.*8|20.*30")
-    assert_refused(saved, make_model(), make_data(batch_size=4), SAME, "6 steps.*10")
+    assert_refused(saved, make_model(), make_data(samples=30), SAME, "total_steps: 6 then, 8 now")
+    assert_refused(saved, make_model(), make_data(batch_size=4), SAME, "total_steps: 6 then, 10 now")
 
 
 def test_data_of_another_size_in_as_many_batches_is_refused(
@@ -535,7 +535,7 @@ def test_a_container_of_another_kind(
 
 @pytest.mark.parametrize(
     "missing",
-    ["config", "step", "epoch", "total_steps", "python_random", "world_size", "extra"],
+    ["config", "step", "epoch", "run", "layers", "python_random", "extra"],
 )
 def test_a_manifest_with_a_gap(missing: str, saved: Path, make_model: MakeModel, make_data: MakeData) -> None:
     """The digest holds (anybody can compute it); the content is still checked before anything changes."""

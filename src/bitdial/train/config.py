@@ -1,5 +1,6 @@
 """Settings of joint training."""
 
+import math
 from dataclasses import dataclass
 
 from bitdial.config import Config, check_choice
@@ -61,18 +62,24 @@ class TrainConfig(Config):
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("distill", self.distill, DISTILLATIONS)
         check_choice("autocast", self.autocast, (None, "bfloat16"))
-        if type(self.epochs) is not int or self.epochs < 1:
-            raise ConfigError(f"epochs={self.epochs!r} must be a whole number, at least 1")
-        for name in ("lr", "temperature", "clip_norm", "scale_lr", "checkpoint_every"):
+        for name, least in (("epochs", 1), ("warmup_steps", 0), ("checkpoint_every", 1)):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if not (type(value) is int and value >= least) and not (value is None and name == "checkpoint_every"):
+                raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}")
+        for name in ("lr", "temperature", "clip_norm", "scale_lr"):
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0) and not (value is None and name in ("clip_norm", "scale_lr")):
                 raise ConfigError(f"{name}={value!r} must be a positive number")
-        if not 0 <= self.weight_decay < float("inf") or self.warmup_steps < 0:
-            raise ConfigError("weight_decay and warmup_steps must not be negative")
-        if not 0 <= self.distill_weight <= 1:
+        if not (_is_number(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(f"weight_decay={self.weight_decay!r} must not be negative")
+        if not (_is_number(self.distill_weight) and 0 <= self.distill_weight <= 1):
             raise ConfigError(f"distill_weight={self.distill_weight!r} must lie between 0 and 1")
         if self.update == "accumulated" and (self.alrs != "off" or self.scale_state != "shared"):
             raise ConfigError(
                 "update='accumulated' takes one step for all widths, so there is no rate or state per "
                 "width: set alrs='off' and scale_state='shared'"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

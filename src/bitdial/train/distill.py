@@ -89,11 +89,15 @@ class Distiller:
         soft = soft_loss(logits[known], target.to(logits.device)[known], self.temperature)
         return (1 - share) * hard + share * soft
 
+    def share(self) -> None:
+        """Let every rank know the predictions of all."""
+        if self.current is not None:
+            merge_rows(self.current)
+
     def end_epoch(self) -> None:
         """Turn this epoch's predictions into the next one's targets."""
         self.epoch += 1
-        if self.current is not None:
-            merge_rows(self.current)
+        self.share()
         self.previous, self.current = self.current, None
 
     def tensors(self) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ DDP averages the gradients. Norm statistics are averaged here after every pass, 
 every step and any of them could write the checkpoint. Without a process group every function is a no-op.
 """
 
+import inspect
 import os
 
 import torch
@@ -33,14 +34,19 @@ def world_size() -> int:
 def join(device: torch.device) -> None:
     """Join the process group that torchrun describes in the environment, if there is one and none is up."""
     if not active() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def wrap(model: nn.Module) -> nn.Module:
     """`model` under DDP when several processes train, told that each pass leaves some scales and norms unused."""
     if world_size() == 1 or isinstance(model, DistributedDataParallel):
         return model
-    return DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+    # torch 2.13 renames the setting that keeps DDP from overwriting the norm statistics at each forward.
+    known = inspect.signature(DistributedDataParallel).parameters
+    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, find_unused_parameters=True, **{sync: False})  # type: ignore[arg-type]
 
 
 def average_norms(model: nn.Module) -> None:
@@ -73,6 +79,17 @@ def mean(value: Tensor) -> Tensor:
         dist.all_reduce(value)
         value /= world_size()
     return value
+
+
+def total(value: float) -> float:
+    """`value` summed over the ranks."""
+    if world_size() == 1:
+        return value
+    summed = torch.tensor(value, dtype=torch.float64)
+    if dist.get_backend() == "nccl":
+        summed = summed.cuda()
+    dist.all_reduce(summed)
+    return float(summed)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -1,5 +1,6 @@
 """Accuracy at a setting, and norm statistics for one."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,24 +51,22 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBit
     Only the sets that `plan` selects change; weights, scales and other sets stay. Use it for a setting that was not
     trained, such as a plan or weight bits that differ from activation bits.
     """
+    batches = iter(batches)
+    first = next(batches, None)
+    if first is None:
+        raise TrainingError("recalibrate_norms needs at least one batch")
     with at_bits(model, plan), evaluating(model):
         norms = [m.sets[str(m.bits)] for m in unwrap(model).modules() if isinstance(m, SwitchableBatchNorm)]
         if not norms:
             raise TrainingError("the model has no switchable batch norm to recalibrate")
         momenta = [norm.momentum for norm in norms]
-        seen = 0
         try:
             for norm in norms:
                 norm.reset_running_stats()  # type: ignore[operator]
                 norm.momentum = None  # type: ignore[assignment]  # a cumulative average
                 norm.train()
-            for batch in batches:
+            for batch in itertools.chain([first], batches):
                 call(model, batch)
-                seen += 1
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-        if seen == 0:
-            raise TrainingError(
-                "recalibrate_norms needs at least one batch; the statistics were reset, so call it again"
-            )

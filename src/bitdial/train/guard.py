@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import TrainingError
 from bitdial.nn import QuantLayer
-from bitdial.observe import Batch, call, evaluating
+from bitdial.observe import Batch, call
 
 SMALLEST_SHARE = 2.0**-10
 
@@ -96,12 +96,16 @@ def find_culprit(model: nn.Module, inputs: Batch) -> str:
 
     handles = [m.register_forward_hook(hook_for(n)) for n, m in model.named_modules() if n]
     try:
-        with evaluating(model):
+        with torch.no_grad():  # in the mode of training, where the values appeared
             call(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
-    return f"layer {found[0]!r} put out NaN or infinity" if found else "every layer's output is finite: check the loss"
+    return (
+        f"layer {found[0]!r} put out NaN or infinity"
+        if found
+        else ("every layer's output is finite: check the loss, and what other processes say if there are any")
+    )
 
 
 def _finite(value: object) -> bool:

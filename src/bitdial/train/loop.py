@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.errors import TrainingError
+from bitdial.errors import CheckpointError, TrainingError
 from bitdial.observe import Batch
 from bitdial.plan import set_bits
 from bitdial.train import distributed
@@ -56,23 +56,24 @@ class _Totals:
 
     def add(self, report: StepReport) -> None:
         for bits, loss in report.loss.items():
-            mine = self.sums.setdefault(
-                str(bits), dict.fromkeys(("steps", "loss", "right", "seen", "rate", "zero"), 0.0)
-            )
+            mine = self.sums.setdefault(str(bits), {})
             rate = report.scale_rate.get(bits, report.lr)
             right = float(report.correct[bits]) if bits in report.correct else 0.0
             seen = report.seen if bits in report.correct else 0
-            for name, value in zip(mine, (1, float(loss), right, seen, rate, rate == 0.0), strict=True):
-                mine[name] += value
+            now = {"steps": 1, "loss": float(loss), "right": right, "seen": seen, "rate": rate, "zero": rate == 0.0}
+            for name, value in now.items():
+                mine[name] = mine.get(name, 0.0) + value
 
     def row(self, epoch: int, lr: float, seconds: float) -> dict[str, Any]:
         items = self.sums.items()
+        right = {b: distributed.total(s["right"]) for b, s in items}
+        seen = {b: distributed.total(s["seen"]) for b, s in items}
         return {
             "epoch": epoch,
             "lr": lr,
             "seconds": seconds,
             "loss": {b: s["loss"] / s["steps"] for b, s in items},
-            "train_top1": {b: s["right"] / s["seen"] for b, s in items if s["seen"]},
+            "train_top1": {b: right[b] / seen[b] for b in right if seen[b]},
             "scale_rate": {b: s["rate"] / s["steps"] for b, s in items},
             "stopped": {b: s["zero"] / s["steps"] for b, s in items},
         }
@@ -105,13 +106,16 @@ def train(
     first_epoch, first_batch, totals = 0, 0, _Totals()
     if checkpoint is not None and Path(checkpoint).exists():
         extra = load_checkpoint(checkpoint, step)
+        if set(extra) != {"history", "totals"}:
+            raise CheckpointError(f"{checkpoint} was not written by train(); go on from it with load_checkpoint")
         first_epoch, first_batch = divmod(step.step, len(source))
         history = History(**extra["history"])
         totals = _Totals(extra["totals"])
         if first_batch and not source.resumable:
             log.warning(
                 "resuming inside an epoch of a loader whose order bitdial does not know: the run equals one that "
-                "never stopped only if the loader repeats the same order; use ArrayData for certainty"
+                "never stopped only if the loader repeats the same order and draws no random numbers of its own; use "
+                "ArrayData for certainty"
             )
     every = max(len(source) // GRADIENT_SAMPLES, 1)
 

@@ -68,6 +68,7 @@ class JointStep:
         if not self.layers:
             raise ConfigError("the model holds integers only (it was loaded to run); load_trainable(path) trains on")
         self.bit_choices = next(iter(self.layers.values())).bit_choices
+        self.samples = samples
         self.distiller = Distiller(config, teacher=teacher, samples=samples)
         self.scales, self.weights = split_parameters(unwrap(model))
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
@@ -75,7 +76,12 @@ class JointStep:
         self.scale_optimizers = self._scale_optimizers()
 
     def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
-        """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own."""
+        """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
+
+        None where there is no scale to learn: weight-only layers of a scheme that derives them.
+        """
+        if not self.scales:
+            return {}
         if self.config.scale_state == "shared":
             shared = make_optimizer(self.config, self.scales, 0.0)
             return dict.fromkeys(self.bit_choices, shared)
@@ -101,10 +107,11 @@ class JointStep:
         for bits in self.bit_choices:
             set_bits(self.model, bits)
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
-            check_loss(distributed.mean(loss.detach()), unwrap(self.model), inputs, step=self.step, bits=bits)
+            mean_loss = distributed.mean(loss.detach())
+            check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
             loss.backward()
             distributed.average_norms(self.model)
-            self._record(report, bits, loss, output, targets)
+            self._record(report, bits, mean_loss, output, targets)
             if self.config.update == "separate":
                 self._update(report, bits, lr)
                 self._clear_gradients()
@@ -123,8 +130,9 @@ class JointStep:
     def _update(self, report: StepReport, bits: int, lr: float) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
         peak = 0.0
-        if self.config.alrs != "off":
-            peak = float(layer_peaks(self._scale_gradients()).mean())
+        gradients = self._scale_gradients()
+        if self.config.alrs != "off" and gradients:
+            peak = float(layer_peaks(gradients).mean())
         scale_lr = lr if self.config.scale_lr is None else lr * self.config.scale_lr / self.config.lr
         shift = self.bit_choices[0] - bits
         rate = scaled_rate(scale_lr, shift=shift, peak=peak, reading=self.config.alrs)
@@ -132,8 +140,9 @@ class JointStep:
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
         _step(self.weight_optimizer, lr)
-        with self.guard.watch(step=self.step, bits=bits):
-            _step(self.scale_optimizers[bits], rate)
+        if self.scales:
+            with self.guard.watch(step=self.step, bits=bits):
+                _step(self.scale_optimizers[bits], rate)
 
     def _scale_gradients(self) -> list[list[Tensor]]:
         """Gradients of the scales that took part in the last pass, by layer."""
@@ -148,10 +157,11 @@ class JointStep:
             parameter.grad = None
 
     def _record(self, report: StepReport, bits: int, loss: Tensor, output: Any, targets: Any) -> None:
-        report.loss[bits] = loss.detach()
+        report.loss[bits] = loss
         if isinstance(output, Tensor) and isinstance(targets, Tensor) and targets.dtype == torch.int64:
-            right = output.detach().argmax(dim=-1) == targets
-            report.correct[bits], report.seen = right.sum(), right.numel()
+            guess = output.detach().argmax(dim=-1)
+            if guess.shape == targets.shape:
+                report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
         scales = [layer.active_scales() for layer in self.layers.values()]
         report.weight_scale_peaks[bits] = _peaks([weight for weight, _ in scales])
         report.act_scale_peaks[bits] = _peaks([act for _, act in scales])
