@@ -113,7 +113,7 @@ def read_container(
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as cause:
         raise error(f"{path} is not a readable safetensors file (truncated or damaged?): {cause}") from cause
     if set(metadata) != {"manifest", "digest"}:

@@ -18,7 +18,7 @@ border between two codes may land on either side. Here every sum is a sum of int
 
   with weight_step = weight_scale * 2^shift (half of it where the integer is 2 * code + 1), and for a norm
   multiplier = float32(weight / sqrt(var + eps)), offset = float32(bias - mean * weight / sqrt(var + eps)), both
-  computed in float64.
+  computed in float64 from left to right.
 
 Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are; sums that a
 model takes by function (`x.mean(...)`, attention) are float32 sums and outside this definition.
@@ -29,11 +29,13 @@ import math
 from collections.abc import Callable
 from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
 from bitdial.plan import dialled_layers
 
@@ -43,7 +45,9 @@ _MOST_BITS = 24
 
 def code_exact(model: nn.Module) -> nn.Module:
     """A copy of the live `model` (from `load`) whose every sum is an integer sum; `set_bits` works on it as well."""
-    dialled_layers(model)
+    for name, layer in dialled_layers(model).items():
+        if not isinstance(layer, PackedLayer):
+            raise ConfigError(f"layer {name!r} holds a float weight; code_exact takes a live model, from load(path)")
     model = copy.deepcopy(model).eval()
     for module in model.modules():
         twin = _TWINS.get(type(module))
@@ -87,6 +91,10 @@ def _over_channels(values: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
     return values.view(-1, 1, 1) if isinstance(layer, nn.Conv2d) else values
 
 
+def _batched(layer: nn.Module, x: Tensor) -> bool:
+    return x.dim() == 4 if isinstance(layer, nn.Conv2d) else x.dim() > 1
+
+
 def _terms(weight: Tensor) -> int:
     return weight[0].numel()
 
@@ -113,7 +121,7 @@ def _quantized_forward(layer: PackedLayer, x: Tensor) -> Tensor:
 def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
     """Float input times integer weights: the input in fixed point, beside 9 bits of weight."""
     bits = min(_SUM_BITS - 9 - math.ceil(math.log2(_terms(integers))), _MOST_BITS)
-    a, power = _fixed_point(x, bits, by_sample=x.dim() > 1)
+    a, power = _fixed_point(x, bits, by_sample=_batched(layer, x))
     y = (_sum(layer, a, integers) * power).float()
     return y * _over_channels(step, y, layer)
 
@@ -121,7 +129,7 @@ def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Te
 def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
     """A layer kept in float: input and weight in fixed point."""
     bits = _bits_for(_terms(layer.weight), factors=2)
-    a, power = _fixed_point(x, bits, by_sample=x.dim() > 1)
+    a, power = _fixed_point(x, bits, by_sample=_batched(layer, x))
     w, weight_power = _fixed_point(layer.weight.detach(), bits, by_sample=False)
     y = _sum(layer, a, w) * power
     y = (y * weight_power.reshape(())).float()
@@ -165,16 +173,23 @@ class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        multiplier = 1 / (self.running_var.double() + self.eps).sqrt()
-        if self.affine:
-            multiplier = self.weight.detach().double() * multiplier
-        offset = -self.running_mean.double() * multiplier
-        if self.affine:
-            offset = self.bias.detach().double() + offset
+        if self.running_mean is None or self.running_var is None:
+            raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
+        mean, variance = _float64(self.running_mean), _float64(self.running_var)
+        weight = _float64(self.weight) if self.affine else np.ones_like(mean)
+        bias = _float64(self.bias) if self.affine else np.zeros_like(mean)
+        deviation = np.sqrt(variance + self.eps)
         shape = (1, -1, *(1,) * (input.dim() - 2))
-        return input * multiplier.float().view(shape) + offset.float().view(shape)
+        multiplier, offset = (
+            torch.from_numpy(values.astype(np.float32)).to(input.device).view(shape)
+            for values in (weight / deviation, bias - mean * weight / deviation)
+        )
+        return input * multiplier + offset
+
+
+def _float64(values: Tensor) -> np.ndarray:
+    """`values` for numpy, whose square root is rounded correctly; torch's on the CPU is not always."""
+    return values.detach().double().cpu().numpy()
 
 
 class ExactAvgPool2d(nn.AvgPool2d):

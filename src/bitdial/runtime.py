@@ -69,15 +69,17 @@ def _assemble(
 
 def _skeleton(artifact: Artifact) -> nn.Module:
     """The float model that the file names, if it is one of ours; tried without memory before it is built."""
-    architecture = artifact.manifest["architecture"]
+    architecture, layers = artifact.manifest["architecture"], len(artifact.tensors)
     if architecture is None:
         raise ArtifactError("the file does not say how to build its model; pass one: load(path, model)")
     try:
         name, arguments = architecture["name"], architecture["arguments"]
+        if set(architecture) != {"name", "arguments"} or any(arguments.get(k, 1) > layers for k in ("blocks", "depth")):
+            raise ConfigError("it has unknown parts, or more layers than the file has tensors")
         with torch.device("meta"):
             _fit(artifact, build_model(name, **arguments))
         return build_model(name, **arguments)
-    except (ConfigError, KeyError, TypeError, RuntimeError, OverflowError) as problem:
+    except (ConfigError, KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as problem:
         raise ArtifactError(
             f"the file names the architecture {architecture!r}, which cannot be built: {problem}; "
             "pass a model: load(path, model)"
@@ -91,6 +93,8 @@ def _fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], di
         entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to")}
         _compare(f"layer {name!r}", entry, layer_table_entry(name, layer))
     norms = {name: _find(model, name, "norm") for name in artifact.norms}
+    if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):
+        raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
         entry = {k: v for k, v in artifact.norms[name].items() if k != "follows"}
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
@@ -127,6 +131,8 @@ def _fit_floats(artifact: Artifact, model: nn.Module, swapped: tuple[nn.Module, 
         if tensor.shape != stored[key].shape or tensor.dtype != stored[key].dtype:
             here, there = _form(stored[key]), _form(tensor)
             raise ArtifactError(f"the float tensor {key!r} is {here} in the file and {there} in the model")
+        if isinstance(tensor, nn.Parameter) and not bool(torch.isfinite(stored[key]).all()):
+            raise ArtifactError(f"the float tensor {key!r} holds infinity in the file")
     return own
 
 
@@ -149,6 +155,10 @@ def _stored_codes(artifact: Artifact, owner: str) -> Tensor:
     if high == 8:
         return codes.clone()
     return unpack_bytes(codes, high, torch.Size(shape).numel()).reshape(shape)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _owner(artifact: Artifact, name: str) -> str:
@@ -175,8 +185,8 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
             stored=stored[owner],
             weight_scale=artifact.tensors[f"{owner}/weight_scale"].clone(),
             act_kind=artifact.layers[name]["activations"],
-            act_scale=artifact.part(name, "act_scale"),
-            act_zero_point=artifact.part(name, "act_zero_point"),
+            act_scale=_copy(artifact.part(name, "act_scale")),
+            act_zero_point=_copy(artifact.part(name, "act_zero_point")),
             bit_choices=artifact.bit_choices,
             scheme=artifact.scheme,
             ties=artifact.manifest["ties"],
@@ -216,9 +226,10 @@ def _master_weight(artifact: Artifact, owner: str) -> Tensor:
         values = bf.dequantize(codes, scale, scheme=artifact.scheme)
     if artifact.scheme != "adabits":
         return values
-    # adabits quantises tanh(W) and takes its scale from the largest; that one must come out as it was.
+    # adabits quantises tanh(W) and takes its scale from the largest, which must come out as it was; where that is 1,
+    # tanh of anything above 9 gives it.
     levels = 2 ** (artifact.bit_choices[0] - 1)
-    return (values * (levels / (levels - 0.5))).atanh()
+    return (values.double() * (levels / (levels - 0.5))).clamp(-1 + 1e-8, 1 - 1e-8).atanh().float()
 
 
 def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:

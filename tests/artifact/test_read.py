@@ -222,7 +222,6 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "negative variance": (set_value("norm/running_var", -1e-9, at=7), "norm 'norm'.*variance is negative"),
     "NaN variance": (set_value("norm/running_var", np.nan), "'norm/running_var' holds NaN"),
     "NaN in a float layer": (set_value(".float/head.weight", np.nan), r"head\.weight"),
-    "infinity in a float layer": (set_value(".float/gain", np.inf), "gain"),
     "2-bit zero-point 4": (set_value("left/act_zero_point", 4, at=3), "'left'.*zero-point 4 does not fit 2 bits"),
     "6-bit zero-point 64": (set_value("left/act_zero_point", 64, at=1), "'left'.*zero-point 64 does not fit 6 bits"),
     "unknown scheme": (set_field("scheme", to="pickle"), "scheme='pickle' is not known"),
@@ -253,7 +252,7 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "huge dilation": (set_field("layers", "conv", "dilation", to=[2**31, 1]), "'conv'.*dilation"),
     "follows nothing": (set_field("norms", "norm", "follows", to="stem"), "norm 'norm'.*'stem'"),
     "negative eps": (set_field("norms", "norm", "eps", to=-1e-5), "norm 'norm'.*eps"),
-    "NaN eps": (set_field("norms", "norm", "eps", to=float("nan")), "norm 'norm'.*eps"),
+    "NaN eps": (set_field("norms", "norm", "eps", to=float("nan")), "norm 'norm'.*eps|NaN"),
     "other features": (set_field("norms", "norm", "num_features", to=7), "'norm/weight'"),
     "huge features": (set_field("norms", "norm", "num_features", to=2**40), "norm 'norm'.*num_features"),
     "not affine": (set_field("norms", "norm", "affine", to=False), "'norm/bias' belongs to nothing"),
@@ -500,8 +499,6 @@ def shipped(tmp_path: Path) -> Path:
         {"name": "cifar_resnet", "arguments": {"width": 5}},
         {"name": "cifar_resnet", "arguments": {"width": 10**400}},
         {"name": "mobilenet_v2", "arguments": {"dropout": 5.0}},
-        {"name": "mobilenet_v2", "arguments": {"dropout": float("nan")}},
-        {"name": "mobilenet_v2", "arguments": {"width_mult": float("inf")}},
         {"name": "mobilenet_v2", "arguments": {"width_mult": 1.7e308}},
         {"name": "mobilenet_v2", "arguments": {"width_mult": 0.0}},
         {"name": "tiny_transformer", "arguments": {"heads": 3}},
@@ -514,8 +511,9 @@ def test_hostile_architectures(shipped: Path, open_file: OpenFile, architecture:
     file = open_file(shipped)
     file.manifest["architecture"] = architecture
     file.write(shipped)
+    model = build_model("cifar_resnet", blocks=1, width=4, in_channels=1, num_classes=3)
     assert outcome(shipped, None) == "refused"
-    assert outcome(shipped, build_model("cifar_resnet", blocks=1, width=4, in_channels=1, num_classes=3)) == "accepted"
+    assert outcome(shipped, model) == "accepted"  # who brings a model does not need the file's word for it
 
 
 def test_architectures_of_endless_depth(shipped: Path, open_file: OpenFile) -> None:
@@ -955,3 +953,14 @@ def test_a_file_without_architecture_needs_a_model(saved: Callable[..., Path]) -
 def test_no_file(tmp_path: Path, small: Callable[..., nn.Module]) -> None:
     refused(tmp_path / "absent", "there is no file")
     refused(tmp_path / "absent", "there is no file", small())
+
+
+def test_infinity_in_a_float_parameter_is_refused_by_load(
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile
+) -> None:
+    """In a buffer (an attention mask) it may be meant; in a parameter it never is."""
+    path = saved()
+    file = open_file(path)
+    set_value(".float/gain", np.inf)(file)
+    file.write(path)
+    refused(path, "'gain' holds infinity", small())

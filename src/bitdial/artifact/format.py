@@ -1,7 +1,7 @@
 """What an artifact is made of; docs/artifact-format.md is its specification."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -68,8 +68,15 @@ def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
 
 def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
     """What the norm table says of a batch norm; loading compares it with the model."""
-    keys = ("num_features", "eps", "momentum", "affine", "track_running_stats")
-    return {"type": type(norm).__name__, **{key: getattr(norm, key) for key in keys}}
+    norm = cast(nn.modules.batchnorm._BatchNorm, norm)
+    return {
+        "type": type(norm).__name__,
+        "num_features": norm.num_features,
+        "eps": float(norm.eps),
+        "momentum": None if norm.momentum is None else float(norm.momentum),
+        "affine": norm.affine,
+        "track_running_stats": norm.track_running_stats,
+    }
 
 
 def float_state(model: nn.Module, swapped: tuple[nn.Module, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,5 +1,6 @@
 """Read an artifact, and check everything that must hold of it before a model sees it. Hostile files are expected."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -136,14 +137,17 @@ class _Checker:
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> None:
         widths = self.artifact.bit_choices
-        count, high = torch.Size(shape).numel(), widths[0]
+        count, high = math.prod(shape), widths[0]
         if not self.scheme.narrows:
             self._tensor(f"{name}/weight", torch.float32, shape)
         elif high == 8:
             self._tensor(f"{name}/codes", torch.int8, shape)
         else:
             packed = self._tensor(f"{name}/codes", torch.uint8, (-(-count * high // 8),))
-            unpack_bytes(packed, high, count)
+            try:
+                unpack_bytes(packed, high, count)
+            except BitdialError as problem:
+                raise ArtifactError(f"layer {name!r}: {problem}") from problem
         scale = self.artifact.part(name, "weight_scale")
         channels = scale.shape[-1] if scale is not None and scale.dim() == 2 else 1
         if channels not in (1, shape[0]):
@@ -184,6 +188,9 @@ class _Checker:
     def _floats(self) -> None:
         tensors = self.artifact.tensors
         self.expected |= {name for name in tensors if name.startswith(FLOAT)}
+        for name in tensors:
+            if name.startswith(FLOAT) and tensors[name].is_floating_point() and bool(tensors[name].isnan().any()):
+                raise ArtifactError(f"the tensor {name!r} holds NaN")
         if extra := sorted(set(tensors) - self.expected):
             raise ArtifactError(f"the tensor {extra[0]!r} belongs to nothing in the manifest")
         for key, target in self.artifact.manifest["aliases"].items():

@@ -12,6 +12,7 @@ from bitdial._version import __version__
 from bitdial.artifact.format import FLOAT, VERSION, float_state, layer_table_entry, norm_table_entry
 from bitdial.container import write_container
 from bitdial.errors import ArtifactError
+from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.packing import pack_bytes
 from bitdial.plan import BitPlan, resolve_plan, unwrap
@@ -44,13 +45,14 @@ def save(
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
     norm_table: dict[str, Any] = {}
     for name, norm in norms.items():
-        tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(norm).items()}
+        tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(name, norm).items()}
         first = norm.sets[str(norm.bit_choices[0])]
         norm_table[name] = norm_table_entry(first) | {"follows": norm.follows}
     floats, aliases = float_state(model, (*layers.values(), *norms.values()))
     tensors |= {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        mask = name.startswith(FLOAT) and not isinstance(tensor, nn.Parameter)  # a buffer may be infinite on purpose
+        if tensor.is_floating_point() and bool((tensor.isnan() if mask else ~tensor.isfinite()).any()):
             raise ArtifactError(f"{name!r} holds NaN or infinity; the file was not written")
     for plan in (plans or {}).values():
         resolve_plan(model, plan)
@@ -65,11 +67,19 @@ def save(
         "layers": table,
         "norms": norm_table,
         "aliases": aliases,
-        "architecture": getattr(model, "architecture", None),
+        "architecture": _architecture(model),
         "plans": {name: plan.to_dict() for name, plan in (plans or {}).items()},
         "metrics": dict(metrics or {}),
     }
     return write_container(path, tensors, manifest, error=ArtifactError)
+
+
+def _architecture(model: nn.Module) -> dict[str, Any] | None:
+    """How to rebuild `model`, if `build_model` made it; a user's attribute of that name means nothing to us."""
+    found = getattr(model, "architecture", None)
+    if isinstance(found, dict) and set(found) == {"name", "arguments"} and found["name"] in MODELS:
+        return found
+    return None
 
 
 def _layer_parts(
@@ -80,6 +90,9 @@ def _layer_parts(
         raise ArtifactError(f"layer {name!r}: its weight is {weight.dtype}; convert the model with .float() first")
     if not bool(torch.isfinite(weight).all()):
         raise ArtifactError(f"layer {name!r}: its weight holds NaN or infinity; the file was not written")
+    for key, scale in layer.named_parameters():
+        if "quantizer.scale" in key and not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ArtifactError(f"layer {name!r}: {key} is not positive and finite; the file was not written")
     entry = layer_table_entry(name, layer)
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
     high, parts = layer.bit_choices[0], {}
@@ -103,6 +116,9 @@ def _layer_parts(
     return parts, entry
 
 
-def _norm_parts(norm: SwitchableBatchNorm) -> dict[str, Tensor]:
+def _norm_parts(name: str, norm: SwitchableBatchNorm) -> dict[str, Tensor]:
     sets = [norm.sets[str(b)].state_dict() for b in norm.bit_choices]
+    for value in (v for s in sets for v in s.values()):
+        if value.is_floating_point() and value.dtype != torch.float32:
+            raise ArtifactError(f"norm {name!r} is {value.dtype}; convert the model with .float() first")
     return {key: torch.stack([s[key] for s in sets]) for key in sets[0]}

@@ -55,11 +55,13 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 def check_widths(high: int, low: int) -> None:
+    """Raise ConfigError unless 2 <= low <= high <= 8."""
     if not 2 <= low <= high <= 8:
         raise ConfigError(f"need 2 <= low <= high <= 8, got high={high}, low={low}")
 
 
 def check_ties(ties: str) -> None:
+    """Raise ConfigError unless `ties` is a known tie rule."""
     if ties not in TIE_RULES:
         raise ConfigError(f"ties={ties!r} is not known; choose 'even' or 'up'")
 
@@ -112,6 +114,7 @@ def lsq_gradient_scale(elements: int, bits: int, *, signed: bool) -> float:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """`function.apply`, with the type of its result."""
     result = function.apply(*arguments)
     assert isinstance(result, Tensor)
     return result

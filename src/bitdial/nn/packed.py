@@ -49,6 +49,7 @@ class PackedLayer(nn.Module):
         self.register_buffer("active", torch.empty(stored.shape, dtype=weight_scale.dtype), persistent=False)
         self.weight_bits = self.act_bits = bit_choices[0]
         self.select_bits(bit_choices[0], bit_choices[0])
+        self.register_load_state_dict_post_hook(_select_again)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Narrow the stored codes to `weight_bits` into `active`, in place."""
@@ -90,6 +91,11 @@ class PackedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.scheme}, w{self.weight_bits}a{self.act_bits}"
+
+
+def _select_again(layer: PackedLayer, keys: object) -> None:
+    """After other codes were loaded into a layer, `active` must follow."""
+    layer.select_bits(layer.weight_bits, layer.act_bits)
 
 
 class PackedConv2d(PackedLayer, nn.Conv2d):

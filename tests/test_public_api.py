@@ -1,0 +1,119 @@
+"""The public names, spelled out: a change here is a change for every user, and belongs into the CHANGELOG."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bitdial
+
+PUBLIC = [
+    "ArrayData",
+    "Artifact",
+    "BitPlan",
+    "BitdialError",
+    "JointStep",
+    "QuantConfig",
+    "Rule",
+    "Shift",
+    "TrainConfig",
+    "__version__",
+    "accuracy",
+    "at_bits",
+    "batched",
+    "build_model",
+    "code_exact",
+    "evaluate",
+    "get_bits",
+    "load",
+    "load_checkpoint",
+    "load_trainable",
+    "narrow",
+    "prepare",
+    "read_artifact",
+    "recalibrate_norms",
+    "save",
+    "save_checkpoint",
+    "set_bits",
+    "train",
+]
+PACKAGE = Path(bitdial.__file__).parent
+OPTIONAL = ("rich", "matplotlib", "sklearn", "triton")
+
+
+def test_the_public_names() -> None:
+    assert sorted(bitdial.__all__) == PUBLIC
+    assert len(set(bitdial.__all__)) == len(bitdial.__all__)
+    for name in PUBLIC:
+        assert getattr(bitdial, name) is not None
+
+
+def test_nothing_else_looks_public() -> None:
+    """Besides its own modules, which `import bitdial` binds, the package holds no public name."""
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {
+        path.parent.name for path in PACKAGE.glob("*/__init__.py")
+    }
+    found = {name for name in vars(bitdial) if not name.startswith("_")}
+    assert found - set(PUBLIC) - modules == {"guard_onednn"} & found
+
+
+def documented(node: ast.AST) -> bool:
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+    return bool((ast.get_docstring(node) or "").strip())
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_module_and_every_public_function_and_class_says_what_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    public = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert documented(tree), "the module has no docstring"
+    assert [node.name for node in public if not documented(node)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith("_")])
+def test_public_objects_and_their_methods_are_documented(name: str) -> None:
+    thing = getattr(bitdial, name)
+    assert (inspect.getdoc(thing) or "").strip()
+    if not inspect.isclass(thing):
+        return
+    assert not (thing.__doc__ or "").startswith(f"{name}("), "that is the text a dataclass makes up"
+    for key, member in vars(thing).items():
+        if not key.startswith("_") and (inspect.isroutine(member) or isinstance(member, property | classmethod)):
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            assert (function.__doc__ or "").strip(), f"{name}.{key} has no docstring"
+
+
+def test_public_functions_are_annotated() -> None:
+    for name in PUBLIC:
+        thing = getattr(bitdial, name)
+        if inspect.isfunction(thing):
+            signature = inspect.signature(thing)
+            assert signature.return_annotation is not inspect.Signature.empty, name
+            assert all(p.annotation is not inspect.Parameter.empty for p in signature.parameters.values()), name
+
+
+def test_importing_is_light() -> None:
+    script = f"""
+import sys
+import torch
+before = set(sys.modules)
+import bitdial
+print(*sorted({{m.partition(".")[0] for m in set(sys.modules) - before}} & {set(OPTIONAL)!r}))
+print(*sorted({{m.partition(".")[0] for m in sys.modules}} & {{"rich", "matplotlib", "sklearn"}}))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == []
+
+
+def test_importing_is_silent() -> None:
+    command = [sys.executable, "-W", "error", "-c", "import bitdial"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
