@@ -420,6 +420,23 @@ def test_the_order_of_the_sum_does_not_matter(kind: str) -> None:
             weight.copy_(kept)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda n: linear(n, 2, bias=False), lambda n: conv(in_channels=n, out_channels=2, kernel_size=1, bias=False)],
+)
+def test_what_cancels_leaves_nothing_behind(make: Any) -> None:
+    """Large products that cancel, in whatever order, and one small one: it alone remains, to the last bit."""
+    count = 3000
+    weight, values = (torch.rand(count, generator=seeded(seed)) / 2 + 0.5 for seed in (1, 2))
+    w = torch.cat([weight, torch.tensor([2.0**-9]), weight])
+    x = torch.cat([values, torch.tensor([2.0**-10]), -values])
+    layer = make(2 * count + 1)
+    with torch.no_grad():
+        layer.weight.copy_(w.view(1, -1, *(1,) * (layer.weight.dim() - 2)).expand_as(layer.weight))
+    y = run_with_quantised(layer, x.view(1, -1, *(1,) * (layer.weight.dim() - 2)))
+    assert y.reshape(-1).tolist() == [2.0**-19] * 2
+
+
 def test_float32_does_depend_on_that() -> None:
     """Else the two tests above would show nothing."""
     (_, _), (layer, x) = layers_for("kept in float")

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ PUBLIC = [
     "train",
 ]
 PACKAGE = Path(bitdial.__file__).parent
+HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too
 OPTIONAL = ("rich", "matplotlib", "sklearn", "triton")
 
 
@@ -108,12 +110,12 @@ import bitdial
 print(*sorted({{m.partition(".")[0] for m in set(sys.modules) - before}} & {set(OPTIONAL)!r}))
 print(*sorted({{m.partition(".")[0] for m in sys.modules}} & {{"rich", "matplotlib", "sklearn"}}))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=HERE)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
 
 
 def test_importing_is_silent() -> None:
     command = [sys.executable, "-W", "error", "-c", "import bitdial"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=HERE)
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")

@@ -38,6 +38,8 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
 }
 
+_MOST_LEVELS = 900
+
 
 def write_container(
     path: str | os.PathLike[str],
@@ -127,9 +129,24 @@ def read_container(
         manifest = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}: its manifest is not JSON: {cause}") from cause
-    if not isinstance(manifest, dict):
-        raise error(f"{path}: its manifest must be a JSON object")
+    if not isinstance(manifest, dict) or _deeper_than(_MOST_LEVELS, manifest):
+        raise error(f"{path}: its manifest must be a JSON object of at most {_MOST_LEVELS} levels")
     return tensors, manifest, digest
+
+
+def _deeper_than(levels: int, value: object) -> bool:
+    """Whether lists and objects nest deeper than `levels`; what Python itself can parse depends on its version."""
+    level = [value]
+    for _ in range(levels):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse(constant: str) -> None:

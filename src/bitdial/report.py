@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torch import nn
 
 from bitdial import functional as bf
 from bitdial import plots
+from bitdial._version import __version__
 from bitdial.artifact import Artifact
 from bitdial.container import replacing
 from bitdial.errors import BitdialError, ConfigError
@@ -110,7 +110,7 @@ def write_report(
         _notes(notes) if notes else "",
     ]
     body = "\n".join(filter(None, parts))
-    page = PAGE.format(title=_text(title), style=STYLE, body=body, version=_text(version("bitdial")))
+    page = PAGE.format(title=_text(title), style=STYLE, body=body, version=_text(__version__))
     with replacing(Path(path), error=BitdialError) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import operator
+import os
 import random
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import bitdial
 from bitdial import (
     BitPlan,
     JointStep,
@@ -37,6 +39,7 @@ from bitdial.errors import ArtifactError, BitdialError
 from bitdial.train import save_checkpoint
 
 OpenFile = Callable[[Path], Any]
+HERE = {**os.environ, "PYTHONPATH": str(Path(bitdial.__file__).parent.parent)}  # other processes test this tree too
 
 
 def refused(path: Path, match: str, model: nn.Module | None = None) -> None:
@@ -538,7 +541,7 @@ for path in sys.argv[1:]:
         file.write(shipped.parent / str(i))
     command = [sys.executable, "-c", script, *(str(shipped.parent / str(i)) for i in range(len(deep)))]
     try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=12)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=12, env=HERE)
     except subprocess.TimeoutExpired:
         pytest.fail("still building after 12 s")
     assert run.stdout.split() == ["refused"] * len(deep), run.stderr
@@ -576,7 +579,9 @@ for path in sys.argv[2:]:
     file = open_file(shipped)
     file.write(good)
     arguments = [str(good), *(str(shipped.parent / str(i)) for i in range(len(wide)))]
-    run = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, env=HERE
+    )
     assert run.returncode == 0, run.stderr
     grown = [int(line) for line in run.stdout.split()]
     assert len(grown) == len(wide)

@@ -26,7 +26,10 @@ def derived_scale(weight: Tensor, *, bits: int, scheme: str, channels: int) -> T
     source = _source(weight, scheme_of(scheme)).detach()
     largest = source.abs().reshape(channels, -1).amax(dim=1)
     largest = largest.clamp_min(torch.finfo(weight.dtype).tiny * 2**bits)  # the scale stays a normal number
-    return largest / 2 ** (bits - 1) if scheme == "adabits" else largest * 2 / (2**bits - 1)
+    if scheme == "adabits":
+        return largest / 2 ** (bits - 1)
+    # A tensor, not a number: the GPU would multiply by the reciprocal of a number.
+    return largest * 2 / torch.full_like(largest, 2**bits - 1)
 
 
 def _first_rounding(ratio: Tensor, scheme: Scheme, bits: int) -> Tensor:
