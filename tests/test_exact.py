@@ -502,6 +502,7 @@ def multiplier_and_offset(layer: nn.Module) -> tuple[np.ndarray, np.ndarray]:
         (nn.BatchNorm1d, (9, 300)),
         (nn.BatchNorm1d, (3, 300, 4)),
         (nn.BatchNorm3d, (2, 300, 2, 1, 3)),
+        (nn.SyncBatchNorm, (3, 300, 4, 5)),
     ],
 )
 def test_batch_norm(kind: type[nn.Module], shape: tuple[int, ...], affine: bool) -> None:

@@ -27,7 +27,7 @@ from bitdial import (
     save,
     set_bits,
 )
-from bitdial.errors import PlanError, QuantizationError
+from bitdial.errors import BitdialError, PlanError, QuantizationError
 from bitdial.nn import PackedLayer, QuantLayer
 
 SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
@@ -291,6 +291,19 @@ def test_shipped_models_load_by_themselves(tmp_path: Path, name: str, arguments:
                 set_bits(m, bits)
             assert torch.equal(model(x), live(x))
             assert torch.equal(model(x), given(x))
+
+
+@pytest.mark.parametrize("loader", [load, load_trainable])
+def test_a_model_without_memory(tmp_path: Path, loader: Any) -> None:
+    """Its weights do not matter, so somebody will leave them out: that works, or an error says that it does not."""
+    model = trained(Net(), images(), steps=1)
+    save(model, tmp_path / "m")
+    try:
+        loaded = loader(tmp_path / "m", Net().to("meta"))
+    except BitdialError:
+        return
+    assert {t.device.type for t in (*loaded.parameters(), *loaded.buffers())} == {"cpu"}
+    assert differences(model, loaded.eval(), images(2)) == []
 
 
 # --- what it is made of -----------------------------------------------------------------------------------

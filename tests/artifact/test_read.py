@@ -328,6 +328,24 @@ def test_a_shape_whose_product_overflows(saved: Callable[..., Path], open_file: 
     refused(file.write(path), "depth")
 
 
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+def test_a_scale_that_overflows_at_the_lowest_width(
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, scheme: str
+) -> None:
+    """Finite in the file, but 2^6 times that is not, and 0 times infinity is NaN; refused, or never seen by a model."""
+    path = saved(scheme=scheme)
+    file = open_file(path)
+    file.tensors["conv/weight_scale"][0, 0] = 3e38
+    file.write(path)
+    try:
+        live = load(path, small())
+    except ArtifactError:
+        return
+    for bits in (8, 6, 4, 2):
+        set_bits(live, bits)
+        assert bool(torch.isfinite(live.conv.active).all()), bits
+
+
 # --- hostile types: every field of the manifest, every kind of value ----------------------------------
 
 WRONG: list[Any] = [

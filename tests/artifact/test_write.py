@@ -134,6 +134,14 @@ def test_values_that_are_not_finite(
     assert nothing_but(path.parent, path.name)
 
 
+def test_a_buffer_with_nan(tmp_path: Path, small: Callable[..., nn.Module], prepared: Callable[..., nn.Module]) -> None:
+    model = small()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
+    with pytest.raises(ArtifactError, match=r"mask.*holds NaN"):
+        save(prepared(model), tmp_path / "m")
+    assert nothing_but(tmp_path)
+
+
 @pytest.mark.parametrize("which", ["weight", "act"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -1.0])
 def test_scales_that_are_not_positive(
@@ -189,6 +197,13 @@ def test_a_float_model(tmp_path: Path, small: Callable[..., nn.Module]) -> None:
 def test_a_plan_that_does_not_fit(tmp_path: Path, prepared: Callable[..., nn.Module], plan: BitPlan) -> None:
     with pytest.raises(PlanError):
         save(prepared(), tmp_path / "m", plans={"good": BitPlan(default=8), "bad": plan})
+    assert nothing_but(tmp_path)
+
+
+@pytest.mark.parametrize("plan", [4, "8", None, {"conv": 8}, [8, 4]])
+def test_a_plan_that_is_no_plan(tmp_path: Path, prepared: Callable[..., nn.Module], plan: Any) -> None:
+    with pytest.raises(BitdialError):
+        save(prepared(), tmp_path / "m", plans={"night": plan})
     assert nothing_but(tmp_path)
 
 
@@ -257,10 +272,18 @@ def architecture_object(model: nn.Module) -> None:
     model.architecture = nn.Identity()
 
 
+def architecture_dict(model: nn.Module) -> None:
+    model.architecture = {"name": ["encoder", "decoder"], "arguments": {}}
+
+
 def scalar_buffer(model: nn.Module) -> None:
     model.register_buffer("scalar", torch.tensor(3.5))
     model.register_buffer("empty", torch.zeros(0, 3))
     model.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
+
+
+def infinite_mask(model: nn.Module) -> None:
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +299,9 @@ def scalar_buffer(model: nn.Module) -> None:
         same_padding,
         own_architecture,
         architecture_object,
+        architecture_dict,
         scalar_buffer,
+        infinite_mask,
     ],
     ids=lambda f: f.__name__,
 )

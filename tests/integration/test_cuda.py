@@ -102,5 +102,7 @@ def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
     assert bitdial.load_checkpoint(tmp_path / "run.ckpt", second) == {"note": 1}
     for name, value in first.model.state_dict().items():
         assert torch.equal(value, second.model.state_dict()[name]), name
-    for a, b in zip(first.scale_optimizers[8].state.values(), second.scale_optimizers[8].state.values(), strict=True):
-        assert torch.equal(a["exp_avg"], b["exp_avg"])
+    moments = [step.scale_optimizers[8].state for step in (first, second)]
+    assert len(moments[0]) == len(moments[1]) > 0
+    for mine, yours in zip(first.scales, second.scales, strict=True):
+        assert torch.equal(moments[0][mine]["exp_avg"], moments[1][yours]["exp_avg"])

@@ -1,0 +1,32 @@
+"""The demo as the README has it: the whole path, and every promise it makes."""
+
+import json
+
+import pytest
+
+import bitdial
+from bitdial.demo import run_demo
+from bitdial.recipes.digits import digits_test
+
+
+@pytest.mark.slow
+def test_demo_keeps_its_promises(tmp_path) -> None:
+    outcome = run_demo(tmp_path, progress=False)
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert result == outcome.result
+    assert set(result) == {"float_top1", "top1", "bytes", "artifact"}
+    for bits, points in (("8", 1), ("6", 1), ("4", 1), ("2", 4)):
+        assert 100 * (result["float_top1"] - result["top1"][bits]) <= points, bits
+    assert result["float_top1"] > 0.97
+    assert all(outcome.identical_logits.values())
+    assert min(outcome.exact_agreement.values()) >= 0.998
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["demo.html", "demo.json", "demo.safetensors"]
+
+    path = tmp_path / result["artifact"]
+    size = result["bytes"]
+    assert size["artifact"] == path.stat().st_size
+    assert size["artifact"] < sum(size["separate"].values()) / 1.5
+    assert size["artifact"] < size["float"] / 2
+    live = bitdial.load(path)
+    accuracies = bitdial.evaluate(live, digits_test(), (8, 6, 4, 2))
+    assert {str(bits): value for bits, value in accuracies.items()} == result["top1"]
