@@ -5,9 +5,11 @@ border between two codes may land on either side. Here every sum is a sum of int
 
 - a quantised layer sums products of activation codes (less their zero-point) and weight integers. The weight integer is
   the code, or 2 * code + 1 for schemes whose values lie at (code + 1/2);
-- a layer kept in float, a weight-only layer's input and an average pool are first rounded to fixed point, each sample
-  with its own power of two, with so many bits that the sums stay below 2^53. That is finer than float32's own rounding
-  for all but enormous sums;
+- a layer kept in float, a weight-only layer's input and an average pool are first rounded to fixed point: integers of
+  B bits times the smallest power of two that fits, one for each sample of the input and one for the whole weight. B is
+  the most that keeps sums of `terms` products below 2^53, at most 24: floor((52 - ceil(log2 terms)) / 2) for a float
+  layer, 43 - ceil(log2 terms) beside integer weights, and for a pool 52 - ceil(log2 of the image's pixels), not capped.
+  A float layer so rounded is about as precise as float32 at 64 terms, and ten times coarser at thousands;
 - what follows is float32, one rounding per operation, in this order:
 
       y = float32(sum) * float32(act_scale * weight_step)      per channel

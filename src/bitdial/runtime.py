@@ -54,6 +54,8 @@ def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | N
 def _assemble(
     artifact: Artifact, model: nn.Module | None, make_layers: Callable[..., dict[nn.Module, nn.Module]]
 ) -> nn.Module:
+    if model is not None and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
     model = _skeleton(artifact) if model is None else copy.deepcopy(model)
     layers, norms, floats = _fit(artifact, model)
     with torch.no_grad():
@@ -76,9 +78,10 @@ def _skeleton(artifact: Artifact) -> nn.Module:
         name, arguments = architecture["name"], architecture["arguments"]
         if set(architecture) != {"name", "arguments"} or any(arguments.get(k, 1) > layers for k in ("blocks", "depth")):
             raise ConfigError("it has unknown parts, or more layers than the file has tensors")
-        with torch.device("meta"):
-            _fit(artifact, build_model(name, **arguments))
-        return build_model(name, **arguments)
+        with torch.random.fork_rng():  # its random weights are about to be replaced
+            with torch.device("meta"):
+                _fit(artifact, build_model(name, **arguments))
+            return build_model(name, **arguments)
     except (ConfigError, KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as problem:
         raise ArtifactError(
             f"the file names the architecture {architecture!r}, which cannot be built: {problem}; "
@@ -97,9 +100,11 @@ def _fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], di
         raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
         entry = {k: v for k, v in artifact.norms[name].items() if k != "follows"}
+        if "SyncBatchNorm" in (entry["type"], type(norm).__name__):  # one trains on many devices what the other runs
+            del entry["type"]
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
             kind = type(norm).__name__
-            raise ArtifactError(f"norm {name!r}: the model has a {kind} there, the file a {entry['type']}")
+            raise ArtifactError(f"norm {name!r}: the model has a {kind} there, the file a batch norm")
         _compare(f"norm {name!r}", entry, norm_table_entry(norm))
     return layers, norms, _fit_floats(artifact, model, (*layers.values(), *norms.values()))
 

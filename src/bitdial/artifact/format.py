@@ -10,6 +10,7 @@ from bitdial.plan import BitPlan
 
 VERSION = 1
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
+LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
 
 

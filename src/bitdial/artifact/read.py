@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.artifact.format import CONV_SETTINGS, FLOAT, VERSION, Artifact
+from bitdial.artifact.format import CONV_SETTINGS, FLOAT, LARGEST_CODE, VERSION, Artifact
 from bitdial.config import check_bit_choices
 from bitdial.container import read_container
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
@@ -109,8 +109,11 @@ class _Checker:
         return tensor
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> None:
-        if not bool((self._tensor(name, torch.float32, shape) > 0).all()):
+        scale = self._tensor(name, torch.float32, shape)
+        if not bool((scale > 0).all()):
             raise ArtifactError(f"the scale {name!r} is not positive")
+        if not bool((scale * LARGEST_CODE).isfinite().all()):
+            raise ArtifactError(f"the scale {name!r} is so large that values overflow")
 
     def _layer(self, name: str, entry: Any) -> None:
         label = f"layer {name!r}"
@@ -172,7 +175,7 @@ class _Checker:
         _fields(label, entry, _NORM)
         if entry["follows"] not in self.artifact.layers:
             raise ArtifactError(f"{label}: it follows {entry['follows']!r}, which is not a quantised layer")
-        if not _sizes((entry["num_features"],)) or not entry["eps"] >= 0:
+        if not _sizes((entry["num_features"],)) or not 0 <= entry["eps"] < math.inf:
             raise ArtifactError(f"{label}: num_features and eps must be positive")
         widths = len(self.artifact.bit_choices)
         shape = (widths, entry["num_features"])

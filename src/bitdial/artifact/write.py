@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial._version import __version__
-from bitdial.artifact.format import FLOAT, VERSION, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.format import FLOAT, LARGEST_CODE, VERSION, float_state, layer_table_entry, norm_table_entry
 from bitdial.container import write_container
-from bitdial.errors import ArtifactError
+from bitdial.errors import ArtifactError, PlanError
 from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.packing import pack_bytes
@@ -54,7 +54,9 @@ def save(
         mask = name.startswith(FLOAT) and not isinstance(tensor, nn.Parameter)  # a buffer may be infinite on purpose
         if tensor.is_floating_point() and bool((tensor.isnan() if mask else ~tensor.isfinite()).any()):
             raise ArtifactError(f"{name!r} holds NaN or infinity; the file was not written")
-    for plan in (plans or {}).values():
+    for name, plan in (plans or {}).items():
+        if not isinstance(plan, BitPlan):
+            raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
         resolve_plan(model, plan)
     first_layer = next(iter(layers.values()))
     manifest = {
@@ -77,9 +79,8 @@ def save(
 def _architecture(model: nn.Module) -> dict[str, Any] | None:
     """How to rebuild `model`, if `build_model` made it; a user's attribute of that name means nothing to us."""
     found = getattr(model, "architecture", None)
-    if isinstance(found, dict) and set(found) == {"name", "arguments"} and found["name"] in MODELS:
-        return found
-    return None
+    ours = isinstance(found, dict) and set(found) == {"name", "arguments"} and found["name"] in tuple(MODELS)
+    return found if ours else None
 
 
 def _layer_parts(
@@ -91,8 +92,8 @@ def _layer_parts(
     if not bool(torch.isfinite(weight).all()):
         raise ArtifactError(f"layer {name!r}: its weight holds NaN or infinity; the file was not written")
     for key, scale in layer.named_parameters():
-        if "quantizer.scale" in key and not bool(((scale > 0) & scale.isfinite()).all()):
-            raise ArtifactError(f"layer {name!r}: {key} is not positive and finite; the file was not written")
+        if "quantizer.scale" in key and not bool(((scale > 0) & (scale * LARGEST_CODE).isfinite()).all()):
+            raise ArtifactError(f"layer {name!r}: {key} is not positive and of usable size; the file was not written")
     entry = layer_table_entry(name, layer)
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
     high, parts = layer.bit_choices[0], {}
