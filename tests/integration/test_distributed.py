@@ -170,7 +170,7 @@ def gradients_of_halves_are_those_of_the_whole():
             distributed.wrap(model), TrainConfig(epochs=1, update=update, alrs="off"), steps_per_epoch=1
         )
         found = {}
-        step._update = lambda report, bits, lr: found.update(
+        step._update = lambda report, bits: found.update(
             {bits: {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
         )
         step(inputs[mine], targets[mine])

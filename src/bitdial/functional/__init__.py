@@ -23,6 +23,7 @@ Division is a true IEEE division (not a product with a reciprocal), so CPU, GPU 
 """
 
 from bitdial.functional.activations import (
+    check_activation,
     dequantize_activation,
     fake_quantize_activation,
     integer_zero_point,
@@ -33,6 +34,7 @@ from bitdial.functional.schemes import (
     SCHEMES,
     TIE_RULES,
     Scheme,
+    apply,
     check_codes,
     code_range,
     lsq_gradient_scale,
@@ -40,14 +42,24 @@ from bitdial.functional.schemes import (
     per_channel,
     scheme_of,
 )
-from bitdial.functional.weights import dequantize, derived_scale, fake_quantize, quantize, unclipped_range
+from bitdial.functional.weights import (
+    check_fake_quantize,
+    dequantize,
+    derived_scale,
+    fake_quantize,
+    quantize,
+    unclipped_range,
+)
 
 __all__ = [
     "ACTIVATION_KINDS",
     "SCHEMES",
     "TIE_RULES",
     "Scheme",
+    "apply",
+    "check_activation",
     "check_codes",
+    "check_fake_quantize",
     "code_range",
     "dequantize",
     "dequantize_activation",

@@ -78,13 +78,13 @@ def fake_quantize_activation(
     gradient_scale: float = 1.0,
 ) -> Tensor:
     """`x` as its `bits`-bit code says it; `scale` and `zero_point` are (1,), differentiable."""
-    _check_activation(bits, kind, zero_point)
+    check_activation(bits, kind, zero_point)
     return apply(_FakeQuantizeActivation, x, scale, zero_point, bits, kind == "signed", gradient_scale)
 
 
 def quantize_activation(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int, kind: str) -> Tensor:
     """Integer codes of `x`: int8 for a signed kind, uint8 otherwise."""
-    _check_activation(bits, kind, zero_point)
+    check_activation(bits, kind, zero_point)
     codes = (x / scale).round_()
     if zero_point is not None:
         codes.add_(integer_zero_point(zero_point, bits))
@@ -100,7 +100,8 @@ def dequantize_activation(codes: Tensor, scale: Tensor, zero_point: Tensor | Non
     return values.mul_(scale)
 
 
-def _check_activation(bits: int, kind: str, zero_point: Tensor | None) -> None:
+def check_activation(bits: int, kind: str, zero_point: Tensor | None) -> None:
+    """Raise ConfigError unless width, kind and zero-point go together."""
     check_widths(bits, bits)
     if kind not in ACTIVATION_KINDS:
         raise ConfigError(f"activation kind {kind!r} is not known; choose one of {', '.join(ACTIVATION_KINDS)}")

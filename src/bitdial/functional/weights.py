@@ -154,6 +154,14 @@ class _FakeQuantizeTanh(torch.autograd.Function):
         return grads[0] * (1 - source * source), None, None, None, None
 
 
+def check_fake_quantize(high: int, low: int, scheme: str, ties: str) -> None:
+    """Raise ConfigError unless the widths, the scheme and the tie rule go together."""
+    check_widths(high, low)
+    check_ties(ties)
+    if not scheme_of(scheme).narrows and high != low:
+        raise ConfigError(f"scheme {scheme!r} has a scale for each width: pass high == low, got {high} and {low}")
+
+
 def fake_quantize(
     weight: Tensor,
     scale: Tensor,
@@ -169,11 +177,8 @@ def fake_quantize(
     Equal to dequantize(narrow(quantize(weight))). `scale` is (output channels,) or (1,); `gradient_scale` multiplies
     its gradient. For `lsq` and `dorefa`, high == low and `scale` belongs to that width.
     """
-    check_widths(high, low)
-    check_ties(ties)
+    check_fake_quantize(high, low, scheme, ties)
     rule = scheme_of(scheme)
-    if not rule.narrows and high != low:
-        raise ConfigError(f"scheme {scheme!r} has a scale for each width: pass high == low, got {high} and {low}")
     if rule.scale == "derived":
         return apply(_FakeQuantizeTanh, weight, scale, high, low, rule)
     return apply(_FakeQuantizeWeight, weight, scale, high, low, rule, ties, gradient_scale)

@@ -6,10 +6,10 @@ and an optimizer leaves its scale and its moments alone.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial import kernels
 
 
 class WeightQuantizer(nn.Module):
@@ -57,7 +57,7 @@ class WeightQuantizer(nn.Module):
 
     def forward(self, weight: Tensor, bits: int) -> Tensor:
         """`weight` as its `bits`-bit codes say it, differentiable."""
-        return bf.fake_quantize(
+        return kernels.fake_quantize(
             weight,
             self.scale_of(weight, bits),
             high=self.stored_bits(bits),
@@ -85,18 +85,16 @@ class ActivationQuantizer(nn.Module):
         return self.zero_points[str(bits)] if self.kind == "asymmetric" else None
 
     def forward(self, x: Tensor, bits: int) -> Tensor:
-        """`x` as its `bits`-bit codes say it, differentiable, in float32 even under autocast."""
-        with torch.autocast(x.device.type, enabled=False):
-            scale = self.scales[str(bits)]
-            elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
-            return bf.fake_quantize_activation(
-                x.to(scale.dtype),
-                scale,
-                self.zero_point_of(bits),
-                bits=bits,
-                kind=self.kind,
-                gradient_scale=bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed"),
-            )
+        """`x` as its `bits`-bit codes say it, differentiable; computed in float32 even under autocast."""
+        elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
+        return kernels.fake_quantize_activation(
+            x,
+            self.scales[str(bits)],
+            self.zero_point_of(bits),
+            bits=bits,
+            kind=self.kind,
+            gradient_scale=bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed"),
+        )
 
     def codes(self, x: Tensor, bits: int) -> Tensor:
         """Integer codes of `x` at `bits`."""

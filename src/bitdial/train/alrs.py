@@ -9,7 +9,9 @@ is then floored: the scales stand still. The relative reading keeps what the tex
 smoothly while scale gradients are large.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ def layer_peaks(layers: Iterable[Sequence[Tensor]]) -> Tensor:
     if not flat:
         return torch.zeros(0)
     gradients = [g for _, g in flat]
-    owner = torch.tensor([i for i, _ in flat], device=gradients[0].device)
+    owner = _index(tuple(i for i, _ in flat), gradients[0].device)
     largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
     squares = torch.stack(torch._foreach_norm(gradients, 2)).square_()
     zeros = largest.new_zeros(flat[-1][0] + 1)
@@ -39,12 +41,28 @@ def layer_peaks(layers: Iterable[Sequence[Tensor]]) -> Tensor:
     return (peaks / norm.clamp_min(1.0)).clamp_max_(1.0)
 
 
-def scaled_rate(lr: float, *, shift: int, peak: float, reading: str) -> float:
-    """The learning rate of the scales at a width `shift` bits below the highest; never negative."""
+@functools.lru_cache(maxsize=64)
+def _index(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    """Moved to the device once: a recorded CUDA graph must not copy from the host."""
+    return torch.tensor(positions, device=device)
+
+
+Rate = TypeVar("Rate", float, Tensor)
+
+
+def scaled_rate(lr: Rate, *, shift: int, peak: Rate, reading: str) -> Rate:
+    """The learning rate of the scales at a width `shift` bits below the highest; never negative.
+
+    `peak` is mean_i g_i. Tensors in give a tensor out, without a look at their values.
+    """
     if reading == "off":
         return lr
     if reading == "literal":
-        return eta(shift) * max(lr - peak, 0.0)
+        return eta(shift) * _not_negative(lr - peak)
     if reading == "relative":
-        return eta(shift) * lr * max(1.0 - peak, 0.0)
+        return eta(shift) * lr * _not_negative(1.0 - peak)
     raise ConfigError(f"alrs={reading!r} is not known; choose 'relative', 'literal' or 'off'")
+
+
+def _not_negative(value: Rate) -> Rate:
+    return value.clamp_min(0.0) if isinstance(value, Tensor) else max(value, 0.0)

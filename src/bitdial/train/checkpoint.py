@@ -21,6 +21,7 @@ from bitdial.train import distributed
 from bitdial.train.steps import JointStep
 
 VERSION = 1
+_OPERATIONAL = ("checkpoint_every", "cuda_graph")  # settings that do not change what is trained
 
 
 def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any] | None = None) -> None:
@@ -83,6 +84,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
         optimizer.load_state_dict(optimizers[key])
     step.distiller.load(targets, epoch)
     step.guard.floors = floors
+    step.graphs.clear()
     step.step = number
     randoms.restore()
     return extra
@@ -131,7 +133,7 @@ def _compare_run(manifest: dict[str, Any], step: JointStep) -> None:
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    names = [n for n in sorted(saved.keys() | now.keys()) if n != "checkpoint_every" and saved.get(n) != now.get(n)]
+    names = [n for n in sorted(saved.keys() | now.keys()) if n not in _OPERATIONAL and saved.get(n) != now.get(n)]
     shown = ", ".join(f"{n}: {saved.get(n)!r} then, {now.get(n)!r} now" for n in names[:3])
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 

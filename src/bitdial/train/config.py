@@ -32,6 +32,7 @@ class TrainConfig(Config):
     distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
+    cuda_graph      on a single GPU, replay the whole step as one CUDA graph
     checkpoint_every  steps between checkpoints, besides one after each epoch
     """
 
@@ -52,6 +53,7 @@ class TrainConfig(Config):
     distill_weight: float = 0.7
     temperature: float = 1.0
     checkpoint_every: int | None = None
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -61,6 +63,7 @@ class TrainConfig(Config):
         check_choice("scale_step", self.scale_step, SCALE_STEPS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("distill", self.distill, DISTILLATIONS)
+        check_choice("cuda_graph", self.cuda_graph, (True, False))
         check_choice("autocast", self.autocast, (None, "bfloat16"))
         for name, least in (("epochs", 1), ("warmup_steps", 0), ("checkpoint_every", 1)):
             value = getattr(self, name)

@@ -87,7 +87,7 @@ class ArrayData:
         """The batches of `epoch` from number `start` on."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.inputs), generator=generator)
-        draws = torch.rand(len(self.inputs), 3, generator=generator)
+        draws = torch.rand(len(self.inputs), 3, generator=generator).to(self.inputs.device)
         for number in range(start, len(self)):
             index = order[number * self.batch_size : (number + 1) * self.batch_size]
             share = len(index) // world
@@ -95,7 +95,7 @@ class ArrayData:
             there = index.to(self.inputs.device)
             inputs = self.inputs[there]
             if self.augment is not None:
-                inputs = self.augment(inputs, draws[index].to(inputs.device))
+                inputs = self.augment(inputs, draws[there])
             yield Sample(inputs, self.targets[there], index)
 
 

@@ -35,22 +35,20 @@ class ScaleGuard:
                         self.names.append(f"{name}.{key}")
                         self.scales.append(parameter)
         self.floors = [s.detach() * SMALLEST_SHARE for s in self.scales]
+        self.bad = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
 
     @contextmanager
     def watch(self, *, step: int, bits: int) -> Iterator[None]:
-        """Bound the update that happens inside the block, then check its outcome."""
-        if not self.scales:
-            yield
-            return
+        """Bound the update that happens inside the block, then check its outcome; on a GPU only note it."""
         before = [s.detach().clone() for s in self.scales]
         yield
         with torch.no_grad():
             self._bound(before)
             now = torch.cat([s.reshape(-1) for s in self.scales])
             floor = torch.cat([f.reshape(-1) for f in self.floors])
-            if bool(((now > floor) & (now < float("inf"))).all()):
-                return
-            self._raise(step, bits)
+            self.bad.logical_or_(~((now > floor) & (now < float("inf"))).all())
+        if self.bad.device.type == "cpu":
+            self.check(step=step, bits=bits)
 
     def _bound(self, before: list[Tensor]) -> None:
         if self.relative:
@@ -58,13 +56,16 @@ class ScaleGuard:
             torch._foreach_copy_(self.scales, torch._foreach_addcmul(before, before, steps))
         torch._foreach_maximum_(self.scales, torch._foreach_mul(before, 0.5))
 
-    def _raise(self, step: int, bits: int) -> None:
+    def check(self, *, step: int, bits: int) -> None:
+        """Raise TrainingError, naming the scale, if an update left a bad one. Looks at the device."""
+        if not bool(self.bad):
+            return
         for name, scale, floor in zip(self.names, self.scales, self.floors, strict=True):
             if not bool(((scale > floor) & torch.isfinite(scale)).all()):
+                smallest, start = float(scale.detach().min()), float(floor.min()) / SMALLEST_SHARE
                 raise TrainingError(
-                    f"step {step}, {bits} bits: the scale {name!r} collapsed (smallest value {float(scale.min()):.3g}, "
-                    f"started at {float(floor.min()) / SMALLEST_SHARE:.3g}); lower scale_lr, or use "
-                    "scale_step='relative'. The last checkpoint is intact"
+                    f"step {step}, {bits} bits: the scale {name!r} collapsed (smallest value {smallest:.3g}, started "
+                    f"at {start:.3g}); lower scale_lr, or use scale_step='relative'. The last checkpoint is intact"
                 )
 
 

@@ -52,22 +52,26 @@ class _Totals:
     """Sums over the steps of one epoch, by width."""
 
     def __init__(self, saved: dict[str, Any] | None = None):
-        self.sums: dict[str, dict[str, float]] = saved or {}
+        self.sums: dict[str, dict[str, Any]] = saved or {}
 
     def add(self, report: StepReport) -> None:
         for bits, loss in report.loss.items():
             mine = self.sums.setdefault(str(bits), {})
             rate = report.scale_rate.get(bits, report.lr)
-            right = float(report.correct[bits]) if bits in report.correct else 0.0
-            seen = report.seen if bits in report.correct else 0
-            now = {"steps": 1, "loss": float(loss), "right": right, "seen": seen, "rate": rate, "zero": rate == 0.0}
+            now = {"steps": 1, "loss": loss.double(), "rate": rate, "zero": rate == 0.0}
+            if bits in report.correct:
+                now |= {"right": report.correct[bits], "seen": report.seen}
             for name, value in now.items():
-                mine[name] = mine.get(name, 0.0) + value
+                mine[name] = mine.get(name, 0.0) + value  # on a GPU, sums stay there until they are read
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """The sums as plain numbers."""
+        return {bits: {name: float(value) for name, value in sums.items()} for bits, sums in self.sums.items()}
 
     def row(self, epoch: int, lr: float, seconds: float) -> dict[str, Any]:
-        items = self.sums.items()
-        right = {b: distributed.total(s["right"]) for b, s in items}
-        seen = {b: distributed.total(s["seen"]) for b, s in items}
+        items = self.read().items()
+        right = {b: distributed.total(s.get("right", 0.0)) for b, s in items}
+        seen = {b: distributed.total(s.get("seen", 0.0)) for b, s in items}
         return {
             "epoch": epoch,
             "lr": lr,
@@ -121,7 +125,7 @@ def train(
 
     def save() -> None:
         if checkpoint is not None:
-            save_checkpoint(checkpoint, step, {"history": history.to_dict(), "totals": totals.sums})
+            save_checkpoint(checkpoint, step, {"history": history.to_dict(), "totals": totals.read()})
 
     view = make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps)
     with view, _until_terminated() as stop:
@@ -148,6 +152,8 @@ def train(
                     f"{len(source)} that the data's length promises"
                 )
             step.end_epoch()
+            if step.on_gpu:
+                step.check(batch.inputs)
             row = totals.row(epoch, lr, time.monotonic() - began)
             if evaluate_on is not None:
                 row["top1"] = {str(b): v for b, v in evaluate(model, evaluate_on, step.bit_choices).items()}

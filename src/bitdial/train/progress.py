@@ -1,6 +1,7 @@
 """What a training run shows while it runs. The only file that imports rich."""
 
 import logging
+import time
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -56,6 +57,7 @@ class BarProgress:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.epochs = epochs
+        self._total, self._shown = total_steps, 0.0
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -74,7 +76,10 @@ class BarProgress:
         self._bar.__exit__(kind, problem, trace)
 
     def step(self, epoch: int, step: int, report: StepReport) -> None:
-        """Move the bar."""
+        """Move the bar, ten times a second at the most: reading a loss waits for the GPU."""
+        if time.monotonic() - self._shown < 0.1 and step < self._total:
+            return
+        self._shown = time.monotonic()
         parts = []
         for bits, loss in report.loss.items():
             share = f" {100 * float(report.correct[bits]) / report.seen:.0f}%" if bits in report.correct else ""

@@ -10,13 +10,13 @@ for epoch in range(90):
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError
+from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
 from bitdial.observe import Batch, call
 from bitdial.plan import dialled_layers, set_bits, unwrap
@@ -24,7 +24,10 @@ from bitdial.train import distributed
 from bitdial.train.alrs import layer_peaks, scaled_rate
 from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller
-from bitdial.train.guard import ScaleGuard, check_loss
+from bitdial.train.graph import StepGraphs
+from bitdial.train.guard import ScaleGuard, check_loss, find_culprit
+
+CHECK_EVERY = 50
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -33,11 +36,11 @@ LossFunction = Callable[[Any, Any], Tensor]
 class StepReport:
     """What one step did, by width: loss, samples right (and seen), rate of the scales, gradient peaks per layer."""
 
-    lr: float
+    lr: float = 0.0
     loss: dict[int, Tensor] = field(default_factory=dict)
     correct: dict[int, Tensor] = field(default_factory=dict)
     seen: int = 0
-    scale_rate: dict[int, float] = field(default_factory=dict)
+    scale_rate: dict[int, float | Tensor] = field(default_factory=dict)
     weight_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
     act_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -74,6 +77,12 @@ class JointStep:
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
         self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
         self.scale_optimizers = self._scale_optimizers()
+        device = next(model.parameters()).device
+        self.on_gpu = device.type == "cuda"
+        self.graphs = StepGraphs()
+        self.rate: float | Tensor = 0.0
+        self.device_rate = torch.zeros((), device=device)
+        self.loss_bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
@@ -98,9 +107,32 @@ class JointStep:
         return config.lr * 0.5 * (1 + math.cos(math.pi * min((step - config.warmup_steps) / span, 1.0)))
 
     def __call__(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
-        """Train on one batch, in place; the model is left at its lowest width."""
+        """Train on one batch, in place; the model is left at its lowest width.
+
+        On a GPU the step becomes a CUDA graph, the report's tensors stay there and hold until the next step, and what
+        went wrong is noticed at `check`, which runs every 50 steps.
+        """
         lr = self.learning_rate()
-        report = StepReport(lr=lr)
+        self.rate = lr
+        if self.on_gpu:
+            self.rate = self.device_rate.fill_(lr)
+        if self._can_record(inputs, targets):
+            report = cast(StepReport, self.graphs.run(self._all_widths, cast(Tensor, inputs), targets))
+        else:
+            report = self._all_widths(inputs, targets, index)
+        report.lr = lr
+        self.step += 1
+        if self.on_gpu and self.step % CHECK_EVERY == 0:
+            self.check(inputs)
+        return report
+
+    def _can_record(self, inputs: Batch, targets: Any) -> bool:
+        alone = distributed.world_size() == 1 and self.config.distill != "progressive"
+        tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
+        return self.on_gpu and self.config.cuda_graph and alone and tensors
+
+    def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
+        report = StepReport()
         self.model.train()
         self.distiller.begin(inputs)
         self._clear_gradients()
@@ -108,17 +140,28 @@ class JointStep:
             set_bits(self.model, bits)
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
             mean_loss = distributed.mean(loss.detach())
-            check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
+            if self.on_gpu:
+                self.loss_bad.logical_or_(~torch.isfinite(mean_loss))
+            else:
+                check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
             loss.backward()
             distributed.average_norms(self.model)
             self._record(report, bits, mean_loss, output, targets)
             if self.config.update == "separate":
-                self._update(report, bits, lr)
+                self._update(report, bits)
                 self._clear_gradients()
         if self.config.update == "accumulated":
-            self._update(report, self.bit_choices[0], lr)
-        self.step += 1
+            self._update(report, self.bit_choices[0])
         return report
+
+    def check(self, inputs: Batch) -> None:
+        """Raise TrainingError if a loss was not finite or a scale collapsed since the last check (on a GPU)."""
+        if bool(self.loss_bad):
+            raise TrainingError(
+                f"step {self.step}: the loss was not finite within the last {CHECK_EVERY} steps; "
+                f"{find_culprit(unwrap(self.model), inputs)}. The last checkpoint is intact"
+            )
+        self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
         device = next(self.model.parameters()).device
@@ -127,19 +170,21 @@ class JointStep:
             hard = self.loss_function(output, targets)
             return self.distiller.loss(hard, output, highest=highest, index=index), output
 
-    def _update(self, report: StepReport, bits: int, lr: float) -> None:
+    def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
-        peak = 0.0
-        gradients = self._scale_gradients()
+        rate, gradients = self.rate, self._scale_gradients()
+        if self.config.scale_lr is not None:
+            rate = rate * (self.config.scale_lr / self.config.lr)
         if self.config.alrs != "off" and gradients:
-            peak = float(layer_peaks(gradients).mean())
-        scale_lr = lr if self.config.scale_lr is None else lr * self.config.scale_lr / self.config.lr
-        shift = self.bit_choices[0] - bits
-        rate = scaled_rate(scale_lr, shift=shift, peak=peak, reading=self.config.alrs)
+            peak, shift = layer_peaks(gradients).mean(), self.bit_choices[0] - bits
+            if isinstance(rate, Tensor):
+                rate = scaled_rate(rate, shift=shift, peak=peak, reading=self.config.alrs)
+            else:
+                rate = scaled_rate(rate, shift=shift, peak=float(peak), reading=self.config.alrs)
         report.scale_rate[bits] = rate
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
-        _step(self.weight_optimizer, lr)
+        _step(self.weight_optimizer, self.rate)
         if self.scales:
             with self.guard.watch(step=self.step, bits=bits):
                 _step(self.scale_optimizers[bits], rate)
@@ -163,22 +208,20 @@ class JointStep:
             if guess.shape == targets.shape:
                 report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
         scales = [layer.active_scales() for layer in self.layers.values()]
-        report.weight_scale_peaks[bits] = _peaks([weight for weight, _ in scales])
-        report.act_scale_peaks[bits] = _peaks([act for _, act in scales])
+        report.weight_scale_peaks[bits] = _peaks([weight for weight, _ in scales], loss)
+        report.act_scale_peaks[bits] = _peaks([act for _, act in scales], loss)
 
     def end_epoch(self) -> None:
         """Call after each epoch; progressive distillation turns its pages here."""
         self.distiller.end_epoch()
 
 
-def _peaks(scales: list[Tensor | None]) -> Tensor:
+def _peaks(scales: list[Tensor | None], like: Tensor) -> Tensor:
     """The largest gradient of each scale by magnitude; 0 where there is none."""
-    peaks = torch.zeros(len(scales))
     found = {i: s.grad.detach() for i, s in enumerate(scales) if s is not None and s.grad is not None}
-    if found:
-        largest = torch._foreach_norm(list(found.values()), float("inf"))
-        peaks[list(found)] = torch.stack(largest).float().cpu()
-    return peaks
+    largest = dict(zip(found, torch._foreach_norm(list(found.values()), float("inf")), strict=True)) if found else {}
+    zero = like.new_zeros((), dtype=torch.float32)
+    return torch.stack([largest[i].float() if i in largest else zero for i in range(len(scales))])
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -197,14 +240,21 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def make_optimizer(config: TrainConfig, parameters: list[nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, over `parameters`."""
+    """The optimizer that `config` names, over `parameters`; on a GPU fused, and fit for a CUDA graph."""
+    device = parameters[0].device
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": weight_decay}
+    if device.type == "cuda":
+        settings |= {"lr": torch.tensor(config.lr, device=device), "fused": True}
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=config.lr, momentum=0.9, weight_decay=weight_decay)
+        return torch.optim.SGD(parameters, momentum=0.9, **settings)
     kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=config.lr, weight_decay=weight_decay)
+    return kind(parameters, capturable=device.type == "cuda", **settings)
 
 
-def _step(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def _step(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     optimizer.step()

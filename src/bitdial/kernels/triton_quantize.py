@@ -1,0 +1,247 @@
+"""Triton kernels of the quantizers: one read, one write; scale gradients summed in the same pass.
+
+They give the codes that `bitdial.functional` gives, bit for bit: the division is IEEE (`div_rn`), and rounding to the
+nearest integer, ties to even, is the addition and subtraction of 1.5 * 2^23, which float32 rounds that way for anything
+below 2^22. Clipping comes first, which changes nothing because the bounds are integers. Partial sums go to memory and
+are added in a fixed order, so gradients repeat from run to run.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from bitdial.kernels.quantize import Rounding
+
+BLOCK = 4096
+ROW_BLOCK = 1024
+
+
+@triton.jit
+def _clip(v, least, most):  # type: ignore[no-untyped-def]
+    v = tl.maximum(v, least, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(v, most, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _nearest(v):  # type: ignore[no-untyped-def]
+    return (v + 12582912.0) - 12582912.0
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _act_forward(x_ptr, scale_ptr, zero_ptr, y_ptr, count, least, most, HAS_ZERO: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    scale = tl.load(scale_ptr)
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    v = tl.div_rn(x, scale)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr)
+        q = _nearest(_clip(v, least - zero, most - zero))
+    else:
+        q = _nearest(_clip(v, least, most))
+    tl.store(y_ptr + at, (q * scale).to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _act_backward(  # type: ignore[no-untyped-def]
+    g_ptr,
+    x_ptr,
+    scale_ptr,
+    zero_ptr,
+    dx_ptr,
+    ds_ptr,
+    dz_ptr,
+    count,
+    least,
+    most,
+    HAS_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    scale = tl.load(scale_ptr)
+    g = tl.load(g_ptr + at, mask=live, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    v = tl.div_rn(x, scale)
+    if HAS_ZERO:
+        zero = tl.load(zero_ptr)
+        q = _nearest(_clip(v, least - zero, most - zero))
+        inside = (v + zero > least) & (v + zero < most)
+    else:
+        q = _nearest(_clip(v, least, most))
+        inside = (v > least) & (v < most)
+    dx = tl.where(inside, g, 0.0)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=live)
+    tl.store(ds_ptr + tl.program_id(0), tl.sum(g * (q - tl.where(inside, v, 0.0))))
+    if HAS_ZERO:
+        tl.store(dz_ptr + tl.program_id(0), tl.sum((dx - g) * scale))
+
+
+def act_forward(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Fake-quantised `x` (dense in memory, any layout) in `dtype`; `zero_point` is a whole number (1,) or None."""
+    y = torch.empty_like(x, dtype=dtype)
+    count, (least, most) = x.numel(), codes
+    if count:
+        _act_forward[(triton.cdiv(count, BLOCK),)](
+            x, scale, scale if zero_point is None else zero_point, y, count, float(least), float(most),
+            HAS_ZERO=zero_point is not None, BLOCK=BLOCK,
+        )  # fmt: skip
+    return y
+
+
+def act_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of x, scale (0-d) and zero-point (0-d); `grad` has the memory layout of `x`."""
+    dx = torch.empty_like(x)
+    count, (least, most) = x.numel(), codes
+    blocks = triton.cdiv(count, BLOCK)
+    parts = torch.empty((1 if zero_point is None else 2, blocks), dtype=torch.float32, device=x.device)
+    if count:
+        _act_backward[(blocks,)](
+            grad, x, scale, scale if zero_point is None else zero_point, dx, parts[0], parts[-1], count,
+            float(least), float(most), HAS_ZERO=zero_point is not None, BLOCK=BLOCK,
+        )  # fmt: skip
+    sums = parts.sum(dim=1)
+    return dx, sums[0], None if zero_point is None else sums[1]
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _weight_codes(  # type: ignore[no-untyped-def]
+    ratio,
+    least_high,
+    most_high,
+    least_low,
+    most_low,
+    down,
+    FIRST_FLOOR: tl.constexpr,
+    SECOND: tl.constexpr,
+):
+    if FIRST_FLOOR:
+        codes = tl.floor(_clip(ratio, least_high, most_high + 0.5))
+    else:
+        codes = _nearest(_clip(ratio, least_high, most_high))
+    codes = codes * down
+    if SECOND == 1:
+        codes = _nearest(_clip(codes, least_low, most_low))
+    elif SECOND == 2:
+        codes = _clip(tl.floor(codes + 0.5), least_low, most_low)
+    elif SECOND == 3:
+        codes = tl.floor(codes)
+    return codes
+
+
+@triton.jit
+def _weight_forward(  # type: ignore[no-untyped-def]
+    w_ptr,
+    scale_ptr,
+    y_ptr,
+    length,
+    least_high,
+    most_high,
+    least_low,
+    most_low,
+    down,
+    up,
+    offset,
+    FIRST_FLOOR: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < length
+    scale = tl.load(scale_ptr + row)
+    ratio = tl.div_rn(tl.load(w_ptr + row * length + at, mask=live, other=0.0), scale)
+    codes = _weight_codes(ratio, least_high, most_high, least_low, most_low, down, FIRST_FLOOR, SECOND)
+    values = (codes + offset) * (scale * up)
+    tl.store(y_ptr + row * length + at, values.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _weight_backward(  # type: ignore[no-untyped-def]
+    g_ptr,
+    w_ptr,
+    scale_ptr,
+    dw_ptr,
+    ds_ptr,
+    length,
+    chunks,
+    least_high,
+    most_high,
+    least_low,
+    most_low,
+    down,
+    up,
+    offset,
+    open_low,
+    open_high,
+    FIRST_FLOOR: tl.constexpr,
+    SECOND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < length
+    scale = tl.load(scale_ptr + row)
+    g = tl.load(g_ptr + row * length + at, mask=live, other=0.0).to(tl.float32)
+    ratio = tl.div_rn(tl.load(w_ptr + row * length + at, mask=live, other=0.0), scale)
+    codes = _weight_codes(ratio, least_high, most_high, least_low, most_low, down, FIRST_FLOOR, SECOND)
+    inside = (ratio > open_low) & (ratio < open_high)
+    dw = tl.where(inside, g, 0.0)
+    tl.store(dw_ptr + row * length + at, dw, mask=live)
+    total = tl.sum(g * ((codes + offset) * up - tl.where(inside, ratio, 0.0)))
+    tl.store(ds_ptr + row * chunks + tl.program_id(1), total)
+
+
+def weight_forward(weight: Tensor, scale: Tensor, rounding: "Rounding", dtype: torch.dtype) -> Tensor:
+    """Fake-quantised `weight` (dense, output channels outermost) in `dtype`; `scale` is (channels,) or (1,)."""
+    y = torch.empty_like(weight, dtype=dtype)
+    high, low, first_floor, second, offset = rounding
+    rows, length = scale.numel(), weight.numel() // scale.numel()
+    if weight.numel():
+        _weight_forward[(rows, triton.cdiv(length, ROW_BLOCK))](
+            weight, scale, y, length, *_ranges(high, low), 2.0 ** (low - high), 2.0 ** (high - low), offset,
+            FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK,
+        )  # fmt: skip
+    return y
+
+
+def weight_backward(
+    grad: Tensor, weight: Tensor, scale: Tensor, rounding: "Rounding", unclipped: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the weight and of the scale; `unclipped` is the open range of W / (scale 2**shift)."""
+    dw = torch.empty_like(weight)
+    high, low, first_floor, second, offset = rounding
+    rows, length = scale.numel(), weight.numel() // scale.numel()
+    chunks = triton.cdiv(length, ROW_BLOCK)
+    parts = torch.empty((rows, chunks), dtype=torch.float32, device=weight.device)
+    up = 2.0 ** (high - low)
+    if weight.numel():
+        _weight_backward[(rows, chunks)](
+            grad, weight, scale, dw, parts, length, chunks, *_ranges(high, low), 1 / up, up, offset,
+            unclipped[0] * up, unclipped[1] * up,
+            FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK,
+        )  # fmt: skip
+    return dw, parts.sum(dim=1)
+
+
+def _ranges(high: int, low: int) -> tuple[float, float, float, float]:
+    return (
+        float(-(2 ** (high - 1))),
+        float(2 ** (high - 1) - 1),
+        float(-(2 ** (low - 1))),
+        float(2 ** (low - 1) - 1),
+    )

@@ -1,0 +1,80 @@
+"""One CUDA graph for a whole step: all widths, forward, backward and updates, launched at once.
+
+A step of a small network is hundreds of kernels of a few microseconds; launched one by one, the GPU waits for Python.
+The first steps run eagerly (they are ordinary steps: optimizers make their state, libraries choose their kernels), then
+one is recorded and from there on replayed. Every input shape has a graph of its own, so the last, smaller batch has one
+too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitdial.errors import TrainingError
+
+EAGER_STEPS = 3
+
+Step = Callable[[Tensor, Tensor], object]
+
+
+@dataclass
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensor
+    targets: Tensor
+    result: object
+
+
+class StepGraphs:
+    """Runs a step eagerly at first, then from recorded graphs; the result's tensors are overwritten by the next run."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[object, ...], int] = {}
+        self._recorded: dict[tuple[object, ...], _Recorded] = {}
+
+    def clear(self) -> None:
+        """Forget all graphs: the tensors they refer to have been replaced."""
+        self._seen.clear()
+        self._recorded.clear()
+
+    def run(self, step: Step, inputs: Tensor, targets: Tensor) -> object:
+        """`step(inputs, targets)`, by a graph as soon as there is one for these shapes."""
+        key = (inputs.shape, inputs.stride(), inputs.dtype, targets.shape, targets.dtype)
+        if key in self._recorded:
+            return self._replay(self._recorded[key], inputs, targets)
+        seen = self._seen.get(key, 0)
+        if seen < EAGER_STEPS:
+            self._seen[key] = seen + 1
+            return _on_side_stream(step, inputs, targets)
+        recorded = self._recorded[key] = self._record(step, inputs, targets)
+        return self._replay(recorded, inputs, targets)
+
+    def _record(self, step: Step, inputs: Tensor, targets: Tensor) -> _Recorded:
+        graph, mine, labels = torch.cuda.CUDAGraph(), inputs.clone(), targets.clone()
+        try:
+            with torch.cuda.graph(graph):
+                result = step(mine, labels)
+        except RuntimeError as problem:
+            raise TrainingError(
+                f"the step could not be recorded as a CUDA graph ({problem}); the model or the loss waits for the GPU, "
+                "or moves data to it. Train with TrainConfig(cuda_graph=False)"
+            ) from problem
+        return _Recorded(graph, mine, labels, result)
+
+    def _replay(self, recorded: _Recorded, inputs: Tensor, targets: Tensor) -> object:
+        recorded.inputs.copy_(inputs)
+        recorded.targets.copy_(targets)
+        recorded.graph.replay()
+        return recorded.result
+
+
+def _on_side_stream(step: Step, inputs: Tensor, targets: Tensor) -> object:
+    """Recording wants the steps before it to have run on a stream other than the default."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        result = step(inputs, targets)
+    torch.cuda.current_stream().wait_stream(stream)
+    return result
