@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bitdial.artifact import Artifact, read_artifact, sizes
-from bitdial.config import check_bit_choices
+from bitdial.config import STARTS, check_bit_choices
 from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
 from bitdial.functional import SCHEMES, scheme_of
 from bitdial.plan import BitPlan, LayerBits, set_bits
@@ -61,6 +61,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--scheme", choices=list(SCHEMES), default="double_rounding", help="weight scheme")
     train.add_argument("--bits", type=_bit_list, default=(8, 6, 4, 2), metavar="8,6,4,2", help="widths, descending")
     train.add_argument("--alrs", choices=ALRS_READINGS, default="relative", help="learning-rate scaling of the scales")
+    train.add_argument(
+        "--distill",
+        choices=("none", "teacher", "in_place", "progressive"),
+        default="none",
+        help="knowledge distillation (teacher: the float model of the same recipe)",
+    )
+    train.add_argument("--start", choices=STARTS, default="mse", help="how scales start")
+    train.add_argument("--lr", type=float, help="learning rate of the joint stage (default: the recipe's)")
+    train.add_argument("--data", type=Path, help="folder with the data set, for recipes that need one (default: data)")
+    train.add_argument(
+        "--holdout",
+        action="store_true",
+        help="evaluate on images held out of the training set, not on the test set: for choices",
+    )
+    train.add_argument("--results", type=Path, help="JSON file to which a row with the outcome is added")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="accuracy of an artifact at each width")
@@ -172,6 +187,12 @@ def _train(options: argparse.Namespace) -> None:
             scheme=options.scheme,
             bit_choices=options.bits,
             alrs=options.alrs,
+            distill=options.distill,
+            start=options.start,
+            lr=options.lr,
+            data=options.data,
+            holdout=options.holdout,
+            results=options.results,
         )
     )
     rows = [["float", f"{100 * outcome.float_top1:.2f} %"]]
