@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "src" / "bitdial"
 LEVELS: dict[str, int] = {
     "errors": 0, "_cpu": 0, "_version": 0,
     "functional": 1, "packing": 1, "plan": 1, "config": 1, "models": 1, "container": 1,
-    "nn": 2,
+    "nn": 2, "kernels": 2,
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,
     "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5,
@@ -30,6 +30,7 @@ LEVELS: dict[str, int] = {
 FREE_LEVELS = {1, 3}
 # ... and elsewhere only this.
 SAME_LEVEL = {
+    ("nn", "kernels"),
     ("runtime", "artifact"),
     ("exact", "artifact"),
     ("exact", "runtime"),
@@ -41,6 +42,8 @@ SAME_LEVEL = {
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.
 REQUIRED = {"torch", "numpy", "safetensors"}
+# A file of kernels is imported by the function that needs it, so it may import their compiler at once.
+KERNEL_COMPILERS = {"triton"}
 MAY_PRINT = {"cli", "__main__"}
 
 # --- reading ------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ def forbidden(importer: str, target: str) -> bool:
 
 
 def module_level_imports(tree: ast.Module) -> Iterator[str]:
-    """The packages imported when the file is, so not in functions nor for type checkers."""
+    """What is imported when the file is, by its dotted name; so not in functions nor for type checkers."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -109,10 +112,19 @@ def module_level_imports(tree: ast.Module) -> Iterator[str]:
             pending.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module.partition(".")[0]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         pending.extend(ast.iter_child_nodes(node))
+
+
+def needless(tree: ast.Module, path: Path) -> list[str]:
+    """Optional packages that a file imports as it is imported, and files of kernels, which do so themselves."""
+    known = REQUIRED | {"bitdial", "__future__"} | sys.stdlib_module_names
+    if path.parent == SOURCES / "kernels" and path.name.startswith("triton_"):
+        known = known | KERNEL_COMPILERS
+    names = set(module_level_imports(tree))
+    return sorted(n for n in names if n.partition(".")[0] not in known or n.startswith("bitdial.kernels.triton_"))
 
 
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -204,9 +216,7 @@ def test_there_is_no_circle() -> None:
 
 @each_file
 def test_optional_packages_are_imported_where_they_are_needed(path: Path) -> None:
-    known = REQUIRED | {"bitdial", "__future__"} | sys.stdlib_module_names
-    extra = sorted(set(module_level_imports(parse(path))) - known)
-    assert not extra, f"import {extra} inside the function that needs it"
+    assert needless(parse(path), path) == [], "import these inside the function that needs them"
 
 
 @each_file
@@ -250,6 +260,11 @@ def test_imports_are_found(text: str, expected: set[str]) -> None:
         ("nn", "functional", False),
         ("nn", "prepare", True),
         ("functional", "nn", True),
+        ("nn", "kernels", False),
+        ("kernels", "nn", True),
+        ("kernels", "functional", False),
+        ("functional", "kernels", True),
+        ("train", "kernels", False),
         ("config", "functional", False),
         ("prepare", "observe", False),
         ("errors", "_cpu", True),
@@ -293,7 +308,19 @@ def test_a_circle_is_found() -> None:
     ],
 )
 def test_module_level_imports_are_found(text: str, expected: set[str]) -> None:
-    assert set(module_level_imports(ast.parse(text))) == expected
+    assert {name.partition(".")[0] for name in module_level_imports(ast.parse(text))} == expected
+
+
+def test_triton_is_imported_by_kernel_files_only() -> None:
+    triton, kernels = ast.parse("import triton.language as tl"), SOURCES / "kernels"
+    assert needless(triton, kernels / "triton_sample.py") == []
+    for place in (HERE, kernels / "sample.py", SOURCES / "triton_sample.py", SOURCES / "nn" / "triton_sample.py"):
+        assert needless(triton, place) == ["triton.language"], place
+    assert needless(ast.parse("import rich"), kernels / "triton_sample.py") == ["rich"]
+    for text in ("from bitdial.kernels import triton_sample", "import bitdial.kernels.triton_sample",
+                 "from bitdial.kernels.triton_sample import forward"):  # fmt: skip
+        assert needless(ast.parse(text), kernels / "sample.py"), text
+        assert needless(ast.parse(f"def f():\n    {text}"), kernels / "sample.py") == [], text
 
 
 @pytest.mark.parametrize(

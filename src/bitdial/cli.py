@@ -29,7 +29,9 @@ TestData = list[tuple[Tensor, Tensor]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.command = " ".join(["bitdial", *arguments])
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     try:
         options.run(options)
@@ -193,6 +195,7 @@ def _train(options: argparse.Namespace) -> None:
             data=options.data,
             holdout=options.holdout,
             results=options.results,
+            command=options.command,
         )
     )
     rows = [["float", f"{100 * outcome.float_top1:.2f} %"]]

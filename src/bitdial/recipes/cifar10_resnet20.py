@@ -1,7 +1,6 @@
 """ResNet20 on CIFAR-10: the paper's setting, float first, then all widths jointly."""
 
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 
 BATCH = 256
-FLOAT_LR = 1e-3
-LR = 5e-4
+FLOAT_LR = 0.1
+LR = 1e-3
 
 
 def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
@@ -46,6 +45,7 @@ def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
         epochs=epochs,
         lr=FLOAT_LR,
         weight_decay=5e-4,
+        optimizer="sgd",
         checkpoint=options.out / f"float-{name}.ckpt",
         autocast=autocast,
     )
@@ -54,7 +54,9 @@ def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
     )
     quant = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme, start=options.start)
     model = prepare(float_model, quant, x[:1024])
-    run = f"{options.name or 'cifar10-resnet20'}-{options.scheme}-{options.alrs}-{options.distill}-{name}"
+    bits = "".join(map(str, options.bit_choices))
+    settings = (options.scheme, bits, options.alrs, options.distill, options.start, f"{config.lr:g}", name)
+    run = "-".join([options.name or "cifar10-resnet20", *settings])  # all that differs between runs in one folder
     checkpoint = options.out / f"{run}.ckpt"
     history = train(
         model,
@@ -113,5 +115,5 @@ def _row(
         "stored_bits": options.bit_choices[0] if narrows else 32,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "versions": {"bitdial": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        "command": " ".join(["bitdial", *sys.argv[1:]]),
+        "command": options.command,
     }

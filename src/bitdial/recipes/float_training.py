@@ -22,15 +22,23 @@ def train_float(
     epochs: int,
     lr: float,
     weight_decay: float,
+    optimizer: str = "adam",
     checkpoint: Path | None = None,
     autocast: str | None = None,
 ) -> None:
-    """Train `model` in place with Adam and a cosine schedule, and leave it in eval mode.
+    """Train `model` in place with a cosine schedule, and leave it in eval mode.
 
     On a GPU the step is replayed as a CUDA graph, as in joint training. With `checkpoint`, the trained weights are kept
     there; if the file is there already, they are taken from it.
     """
-    settings = {"epochs": epochs, "lr": lr, "weight_decay": weight_decay, "seed": data.seed, "samples": data.samples}
+    settings = {
+        "epochs": epochs,
+        "lr": lr,
+        "weight_decay": weight_decay,
+        "optimizer": optimizer,
+        "seed": data.seed,
+        "samples": data.samples,
+    }
     device = next(model.parameters()).device
     if checkpoint is not None and checkpoint.exists():
         tensors, manifest, _ = read_container(checkpoint, error=CheckpointError)
@@ -39,7 +47,7 @@ def train_float(
         model.load_state_dict(tensors)
         model.eval()
         return
-    optimizer = make_optimizer(TrainConfig(lr=lr), list(model.parameters()), weight_decay)
+    stepper = make_optimizer(TrainConfig(lr=lr, optimizer=optimizer), list(model.parameters()), weight_decay)
     graphs, number, total = StepGraphs(), 0, epochs * len(data)
     last = torch.zeros((), device=device)
 
@@ -49,14 +57,14 @@ def train_float(
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
             loss = F.cross_entropy(model(inputs), targets)
         loss.backward()
-        optimizer.step()
+        stepper.step()
         return loss.detach()
 
     model.train()
     for epoch in range(epochs):
         for batch in data.batches(epoch):
             rate = lr * 0.5 * (1 + math.cos(math.pi * number / total))
-            for group in optimizer.param_groups:
+            for group in stepper.param_groups:
                 group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
             inputs, targets = batch.inputs, batch.targets
             assert isinstance(inputs, Tensor)

@@ -29,6 +29,7 @@ class RecipeOptions:
     data: Path | None = None
     holdout: bool = False
     results: Path | None = None
+    command: str | None = None  # what was typed, for the result row
     progress: bool = True
 
 
