@@ -3,9 +3,11 @@
 import argparse
 import json
 import logging
+import shlex
 import statistics
 import sys
 import time
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
-    options.command = " ".join(["bitdial", *arguments])
+    options.command = shlex.join(["bitdial", *arguments])
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     try:
         options.run(options)
@@ -299,7 +301,7 @@ def _test_data(choice: str | None, artifact: Artifact) -> TestData:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = torch.from_numpy(arrays["x"]).float(), torch.from_numpy(arrays["y"]).long()
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
         raise ConfigError(f"--data {choice}: not an .npz file with arrays x and y ({problem})") from problem
     if len(x) != len(y) or len(x) == 0:
         raise ConfigError(f"--data {choice}: x has {len(x)} samples and y {len(y)}")

@@ -19,7 +19,7 @@ from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, eval
 
 BATCH = 256
 FLOAT_LR = 0.1
-LR = 1e-3
+LR = 2e-3
 
 
 def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
@@ -28,8 +28,12 @@ def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
     With `options.holdout`, train on 45,000 images and evaluate on the other 5,000: for choices. Without, train on all
     50,000 and evaluate on the test set, once, after the last epoch.
     """
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        return _run(options)
+
+
+def _run(options: RecipeOptions) -> RecipeOutcome:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cudnn.benchmark = device.type == "cuda"
     (x, y), held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
     epochs, test = options.epochs or 90, batched(*held, batch_size=1000)
     data = ArrayData(x, y, batch_size=BATCH, seed=options.seed, augment=Shift(pixels=4, flip=True))
@@ -66,7 +70,7 @@ def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
         checkpoint=checkpoint,
         progress=options.progress,
     )
-    with torch.backends.cudnn.flags(allow_tf32=False, benchmark=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         float_top1 = accuracy(float_model, test)
         top1 = evaluate(model, test, options.bit_choices)
     metrics = {"recipe": "cifar10-resnet20", "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}

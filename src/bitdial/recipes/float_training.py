@@ -38,6 +38,8 @@ def train_float(
         "optimizer": optimizer,
         "seed": data.seed,
         "samples": data.samples,
+        "batch_size": data.batch_size,
+        "autocast": autocast,
     }
     device = next(model.parameters()).device
     if checkpoint is not None and checkpoint.exists():

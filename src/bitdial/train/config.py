@@ -28,7 +28,7 @@ class TrainConfig(Config):
     scale_step      how a scale moves: 'relative' to its size, or 'absolute' as the paper has it; see
                     `bitdial.train.guard`
     clip_norm       largest norm of the weights' gradient
-    autocast        None or 'bfloat16'; the quantizers stay in float32
+    autocast        None or 'bfloat16'; the quantizers compute their codes in float32
     distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this

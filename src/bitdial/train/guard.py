@@ -60,13 +60,15 @@ class ScaleGuard:
         """Raise TrainingError, naming the scale, if an update left a bad one. Looks at the device."""
         if not bool(self.bad):
             return
+        advice = "lower scale_lr, or use scale_step='relative'. The last checkpoint is intact"
         for name, scale, floor in zip(self.names, self.scales, self.floors, strict=True):
             if not bool(((scale > floor) & torch.isfinite(scale)).all()):
                 smallest, start = float(scale.detach().min()), float(floor.min()) / SMALLEST_SHARE
                 raise TrainingError(
                     f"step {step}, {bits} bits: the scale {name!r} collapsed (smallest value {smallest:.3g}, started "
-                    f"at {start:.3g}); lower scale_lr, or use scale_step='relative'. The last checkpoint is intact"
+                    f"at {start:.3g}); {advice}"
                 )
+        raise TrainingError(f"step {step}: a scale collapsed since the last check, and came back; {advice}")
 
 
 def check_loss(loss: Tensor, model: nn.Module, inputs: Batch, *, step: int, bits: int) -> None:

@@ -124,6 +124,7 @@ def train(
     every = max(len(source) // GRADIENT_SAMPLES, 1)
 
     def save() -> None:
+        step.check()
         if checkpoint is not None:
             save_checkpoint(checkpoint, step, {"history": history.to_dict(), "totals": totals.read()})
 
@@ -152,8 +153,6 @@ def train(
                     f"{len(source)} that the data's length promises"
                 )
             step.end_epoch()
-            if step.on_gpu:
-                step.check(batch.inputs)
             row = totals.row(epoch, lr, time.monotonic() - began)
             if evaluate_on is not None:
                 row["top1"] = {str(b): v for b, v in evaluate(model, evaluate_on, step.bit_choices).items()}

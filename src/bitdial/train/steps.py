@@ -83,6 +83,7 @@ class JointStep:
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
         self.loss_bad = torch.zeros((), dtype=torch.bool, device=device)
+        self.last_inputs: Batch | None = None
 
     def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
@@ -122,8 +123,9 @@ class JointStep:
             report = self._all_widths(inputs, targets, index)
         report.lr = lr
         self.step += 1
-        if self.on_gpu and self.step % CHECK_EVERY == 0:
-            self.check(inputs)
+        self.last_inputs = inputs
+        if self.step % CHECK_EVERY == 0:
+            self.check()
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
@@ -154,12 +156,17 @@ class JointStep:
             self._update(report, self.bit_choices[0])
         return report
 
-    def check(self, inputs: Batch) -> None:
-        """Raise TrainingError if a loss was not finite or a scale collapsed since the last check (on a GPU)."""
-        if bool(self.loss_bad):
+    def check(self) -> None:
+        """Raise TrainingError if a loss was not finite or a scale collapsed since the last check.
+
+        On a GPU; on the CPU every pass is checked at once.
+        """
+        if not self.on_gpu:
+            return
+        if bool(self.loss_bad) and self.last_inputs is not None:
             raise TrainingError(
                 f"step {self.step}: the loss was not finite within the last {CHECK_EVERY} steps; "
-                f"{find_culprit(unwrap(self.model), inputs)}. The last checkpoint is intact"
+                f"{find_culprit(unwrap(self.model), self.last_inputs)}. The last checkpoint is intact"
             )
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
