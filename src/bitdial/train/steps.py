@@ -74,6 +74,8 @@ class JointStep:
         self.samples = samples
         self.distiller = Distiller(config, teacher=teacher, samples=samples)
         self.scales, self.weights = split_parameters(unwrap(model))
+        if not self.weights:
+            raise ConfigError("the model has no weight that requires a gradient; there is nothing to train")
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
         self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
         self.scale_optimizers = self._scale_optimizers()
