@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -526,3 +528,29 @@ def test_a_changed_manifest(tmp_path: Path, good: bytes) -> None:
 def test_a_type_that_is_never_written(tmp_path: Path, dtype: torch.dtype) -> None:
     write_with(tmp_path / "odd", {"manifest": "{}", "digest": ""}, {"strange": torch.zeros(2, dtype=dtype)})
     refused(tmp_path / "odd", "'strange' has a type that bitdial does not write")
+
+
+def test_reading_while_the_file_is_being_replaced(tmp_path: Path) -> None:
+    """A reader sees one version or the other, never the header of one with the data of the other."""
+    for i in range(2):
+        content = {"x": torch.full((1000,), float(i))}
+        write_container(tmp_path / f"version{i}", content, {"number": i}, error=ArtifactError)
+    path, stop = tmp_path / "file", threading.Event()
+    os.link(tmp_path / "version0", path)
+
+    def replace_again_and_again() -> None:
+        for i in itertools.cycle((1, 0)):
+            os.link(tmp_path / f"version{i}", tmp_path / "next")
+            os.replace(tmp_path / "next", path)
+            if stop.is_set():
+                return
+
+    replacer = threading.Thread(target=replace_again_and_again)
+    replacer.start()
+    try:
+        for _ in range(2000):
+            tensors, manifest, _ = read_container(path, error=ArtifactError)
+            assert bool((tensors["x"] == manifest["number"]).all())
+    finally:
+        stop.set()
+        replacer.join()

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from bitdial.errors import BitdialError
@@ -106,17 +106,16 @@ def read_container(
     """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off."""
     path = Path(path)
     try:
-        with path.open("rb"):
-            pass
+        data = path.read_bytes()  # in one go: the file may be replaced at any time
     except (FileNotFoundError, IsADirectoryError) as cause:
         raise error(f"there is no file {path}") from cause
     except OSError as cause:
         raise error(f"cannot read {path}: {cause.strerror}") from cause
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as cause:
+        tensors = load(data)
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        metadata = header.get("__metadata__", {})
+    except (SafetensorError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as cause:
         raise error(f"{path} is not a readable safetensors file (truncated or damaged?): {cause}") from cause
     if set(metadata) != {"manifest", "digest"}:
         raise error(f"{path} was not written by bitdial: its metadata lacks 'manifest' and 'digest'")
