@@ -79,10 +79,18 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
         (["switch", "FILE", "--bits", "nonsense"], "not a width"),
         (["eval", "FILE", "--data", "nowhere"], "neither a recipe"),
         (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
+        (["eval", "FILE", "--data", "SHAPE"], "does not fit the model"),
+        (["eval", "FILE", "--data", "LABELS"], "targets of shape"),
+        (["train", "digits", "--out", "OUT", "--holdout"], "takes no --holdout"),
+        (["train", "digits", "--out", "OUT", "--data", "OUT"], "takes no --data"),
+        (["train", "digits", "--out", "OUT", "--epochs", "1", "--lr", "-1"], "lr=-1.0 must be a positive number"),
     ],
 )
-def test_wrong_input_is_explained_on_stderr(file, capsys, command, words) -> None:
-    assert main([str(file) if part == "FILE" else part for part in command]) == 1
+def test_wrong_input_is_explained_on_stderr(file, capsys, tmp_path, command, words) -> None:
+    np.savez(tmp_path / "shape.npz", x=np.zeros((4, 3, 9), np.float32), y=np.zeros(4, np.int64))
+    np.savez(tmp_path / "labels.npz", x=np.zeros((4, 1, 8, 8), np.float32), y=np.zeros((4, 2), np.int64))
+    places = {"FILE": file, "SHAPE": tmp_path / "shape.npz", "LABELS": tmp_path / "labels.npz", "OUT": tmp_path / "o"}
+    assert main([str(places.get(part, part)) for part in command]) == 1
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.err.startswith("bitdial: ")
@@ -91,7 +99,13 @@ def test_wrong_input_is_explained_on_stderr(file, capsys, command, words) -> Non
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["nonsense"], ["train", "nothing", "--out", "x"], ["train", "digits", "--out", "x", "--bits", "2,4"]],
+    [
+        [],
+        ["nonsense"],
+        ["train", "nothing", "--out", "x"],
+        ["train", "digits", "--out", "x", "--bits", "2,4"],
+        ["train", "digits", "--out", "x", "--seed", "1" + "0" * 30],
+    ],
 )
 def test_wrong_usage_exits_with_2(capsys, command) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.config import STARTS, check_bit_choices
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", choices=list(RECIPES), help="which recipe")
     train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the artifact")
     train.add_argument("--epochs", type=_positive, help="epochs of each stage (default: the recipe's)")
-    train.add_argument("--seed", type=int, default=0, help="seed of the start and of the data order (default: 0)")
+    train.add_argument("--seed", type=_seed, default=0, help="seed of the start and of the data order (default: 0)")
     train.add_argument("--scheme", choices=list(SCHEMES), default="double_rounding", help="weight scheme")
     train.add_argument("--bits", type=_bit_list, default=(8, 6, 4, 2), metavar="8,6,4,2", help="widths, descending")
     train.add_argument("--alrs", choices=ALRS_READINGS, default="relative", help="learning-rate scaling of the scales")
@@ -126,6 +126,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 31:
+        raise argparse.ArgumentTypeError("must lie between 0 and 2147483647")
     return value
 
 
@@ -212,7 +219,7 @@ def _eval(options: argparse.Namespace) -> None:
     rows = []
     for setting in options.bits or artifact.bit_choices:
         set_bits(live, _resolve(setting, artifact))
-        rows.append([_label(setting), f"{100 * accuracy(live, data):.2f} %"])
+        rows.append([_label(setting), f"{100 * _accuracy(live, data):.2f} %"])
     _table(str(options.file), ["setting", "accuracy"], rows)
 
 
@@ -231,7 +238,7 @@ def _switch(options: argparse.Namespace) -> None:
         rows.append([f"{start} bits", _label(options.bits), f"{statistics.median(times):.2f} ms"])
     _table("Switching while live (median of 20)", ["from", "to", "time"], rows)
     if options.data or artifact.metrics.get("recipe") in TEST_DATA:
-        print(f"Accuracy there: {100 * accuracy(live, _test_data(options.data, artifact)):.2f} %")
+        print(f"Accuracy there: {100 * _accuracy(live, _test_data(options.data, artifact)):.2f} %")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -306,6 +313,14 @@ def _test_data(choice: str | None, artifact: Artifact) -> TestData:
     if len(x) != len(y) or len(x) == 0:
         raise ConfigError(f"--data {choice}: x has {len(x)} samples and y {len(y)}")
     return batched(x, y)
+
+
+def _accuracy(live: nn.Module, data: TestData) -> float:
+    try:
+        return accuracy(live, data)
+    except (RuntimeError, IndexError) as problem:
+        shape = tuple(data[0][0].shape[1:])
+        raise ConfigError(f"the data (samples of shape {shape}) does not fit the model: {problem}") from problem
 
 
 def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:

@@ -1,5 +1,7 @@
 """The embedded recipe: fixed data, resumable stages."""
 
+import sys
+
 import pytest
 import torch
 
@@ -42,3 +44,28 @@ def test_float_stage_is_taken_from_its_checkpoint(tmp_path) -> None:
         assert torch.equal(value, second.state_dict()[name]), name
     with pytest.raises(CheckpointError, match="other settings"):
         train_float(second, data, epochs=2, lr=1e-3, weight_decay=0.0, checkpoint=path)
+
+
+def test_every_option_reaches_the_run(tmp_path, monkeypatch) -> None:
+    """An option that a recipe takes and then ignores would make its results something else than they say."""
+    seen: dict[str, object] = {}
+
+    class Reached(Exception):
+        pass
+
+    def spy(model, data, config, *, teacher, **rest):
+        seen.update(config=config, teacher=teacher, scale=model.layer1[0].conv1.weight_quantizer.scale.detach().clone())
+        raise Reached
+
+    monkeypatch.setattr(sys.modules["bitdial.recipes.digits"], "train", spy)  # the package has a function of that name
+    scales = []
+    for start in ("mse", "3std"):
+        options = RecipeOptions(
+            out=tmp_path / start, epochs=1, alrs="literal", distill="teacher", start=start, lr=3e-4, seed=7
+        )
+        with pytest.raises(Reached):
+            digits(options)
+        scales.append(seen["scale"])
+    assert not torch.equal(scales[0], scales[1])
+    assert (seen["config"].alrs, seen["config"].distill, seen["config"].lr) == ("literal", "teacher", 3e-4)
+    assert seen["teacher"] is not None

@@ -19,7 +19,7 @@ from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, eval
 
 BATCH = 256
 FLOAT_LR = 0.1
-LR = 2e-3
+LR = 1e-3
 
 
 def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
@@ -54,7 +54,11 @@ def _run(options: RecipeOptions) -> RecipeOutcome:
         autocast=autocast,
     )
     config = TrainConfig(
-        epochs=epochs, lr=options.lr or LR, alrs=options.alrs, distill=options.distill, autocast=autocast
+        epochs=epochs,
+        lr=LR if options.lr is None else options.lr,
+        alrs=options.alrs,
+        distill=options.distill,
+        autocast=autocast,
     )
     quant = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme, start=options.start)
     model = prepare(float_model, quant, x[:1024])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bitdial.artifact import save
 from bitdial.config import QuantConfig
-from bitdial.errors import MissingDependencyError
+from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
 from bitdial.prepare import prepare
 from bitdial.recipes.float_training import train_float
@@ -37,6 +37,9 @@ def digits_test() -> list[tuple[Tensor, Tensor]]:
 
 def digits(options: RecipeOptions) -> RecipeOutcome:
     """Train a small residual network in float, then jointly at every width, and save the artifact in `options.out`."""
+    for name in ("data", "holdout", "results"):
+        if getattr(options, name):
+            raise ConfigError(f"the digits recipe has its own data and a fixed split: it takes no --{name}")
     x, y, x_test, y_test = digits_data()
     epochs = options.epochs or 16
     data = ArrayData(x, y, batch_size=64, seed=options.seed, augment=Shift(pixels=1))
@@ -49,12 +52,14 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
     train_float(float_model, data, epochs=epochs, lr=3e-3, weight_decay=5e-5, checkpoint=float_checkpoint)
     float_top1 = accuracy(float_model, test)
 
-    config = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme)
+    config = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme, start=options.start)
     model = prepare(float_model, config, x[:256])
+    rate = 2e-3 if options.lr is None else options.lr
     history = train(
         model,
         data,
-        TrainConfig(epochs=epochs, lr=2e-3, alrs=options.alrs),
+        TrainConfig(epochs=epochs, lr=rate, alrs=options.alrs, distill=options.distill),
+        teacher=float_model if options.distill == "teacher" else None,
         evaluate_on=test,
         checkpoint=joint_checkpoint,
         progress=options.progress,

@@ -21,7 +21,12 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float
             logits = call(model, inputs)
             if not bool(torch.isfinite(logits).all()):
                 raise QuantizationError("the model's output holds NaN or infinity; check the input")
-            right += int((logits.argmax(dim=-1) == targets).sum())
+            guess = logits.argmax(dim=-1)
+            if guess.shape != targets.shape:
+                raise TrainingError(
+                    f"targets of shape {tuple(targets.shape)} do not go with predictions of shape {tuple(guess.shape)}"
+                )
+            right += int((guess == targets).sum())
             seen += targets.numel()
     if seen == 0:
         raise TrainingError("there is nothing to evaluate on: no batch was given")
