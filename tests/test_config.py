@@ -11,6 +11,7 @@ import pytest
 
 from bitdial.config import QuantConfig, Rule, check_bit_choices
 from bitdial.errors import ConfigError
+from bitdial.functional import SCHEMES
 
 FULL = QuantConfig(
     bit_choices=(8, 4, 3),
@@ -19,6 +20,7 @@ FULL = QuantConfig(
     per_channel=False,
     activations="asymmetric",
     start="3std",
+    scale_gradient="printed",
     keep_first_last=False,
     switch_norms=False,
     rules=(
@@ -39,6 +41,7 @@ def test_defaults() -> None:
     config = QuantConfig()
     assert config.bit_choices == (8, 6, 4, 2)
     assert (config.scheme, config.ties, config.activations) == ("double_rounding", "even", "auto")
+    assert config.scale_gradient == "exact"
     assert config.per_channel
     assert config.keep_first_last
     assert config.switch_norms
@@ -125,11 +128,21 @@ def test_good_bit_choices(bits: tuple[int, ...]) -> None:
         ("activations", "int8", "unsigned"),
         ("activations", None, "auto"),
         ("start", "minmax", "3std"),
+        ("scale_gradient", "rounded", "printed"),
     ],
 )
 def test_unknown_choices_are_named_with_what_is_offered(setting: str, value: object, offers: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting}={value!r}.*{offers}"):
         QuantConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_printed_gradient_needs_a_shared_scale(scheme: str) -> None:
+    if scheme in ("double_rounding", "nested", "truncate"):
+        assert QuantConfig(scheme=scheme, scale_gradient="printed").scale_gradient == "printed"
+        return
+    with pytest.raises(ConfigError, match=f"'printed'.*'{scheme}' has none.*leave scale_gradient out"):
+        QuantConfig(scheme=scheme, scale_gradient="printed")
 
 
 RULES: dict[str, tuple[Callable[[], Rule], str]] = {

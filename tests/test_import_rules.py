@@ -119,11 +119,14 @@ def module_level_imports(tree: ast.Module) -> Iterator[str]:
 
 
 def needless(tree: ast.Module, path: Path) -> list[str]:
-    """Optional packages that a file imports as it is imported, and files of kernels, which do so themselves."""
+    """Optional packages that a file imports as it is imported, and files of kernels, which do so themselves.
+
+    Files of kernels may import their compiler and each other.
+    """
     known = REQUIRED | {"bitdial", "__future__"} | sys.stdlib_module_names
-    if path.parent == SOURCES / "kernels" and path.name.startswith("triton_"):
-        known = known | KERNEL_COMPILERS
     names = set(module_level_imports(tree))
+    if path.parent == SOURCES / "kernels" and path.name.startswith("triton_"):
+        return sorted(n for n in names if n.partition(".")[0] not in known | KERNEL_COMPILERS)
     return sorted(n for n in names if n.partition(".")[0] not in known or n.startswith("bitdial.kernels.triton_"))
 
 
@@ -320,6 +323,7 @@ def test_triton_is_imported_by_kernel_files_only() -> None:
     for text in ("from bitdial.kernels import triton_sample", "import bitdial.kernels.triton_sample",
                  "from bitdial.kernels.triton_sample import forward"):  # fmt: skip
         assert needless(ast.parse(text), kernels / "sample.py"), text
+        assert needless(ast.parse(text), kernels / "triton_other.py") == [], text
         assert needless(ast.parse(f"def f():\n    {text}"), kernels / "sample.py") == [], text
 
 

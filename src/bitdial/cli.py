@@ -1,6 +1,7 @@
 """The command line. The only file that prints, parses arguments or exits."""
 
 import argparse
+import dataclasses
 import json
 import logging
 import shlex
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.artifact import Artifact, read_artifact, sizes
-from bitdial.config import STARTS, check_bit_choices
+from bitdial.config import SCALE_GRADIENTS, STARTS, check_bit_choices
 from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
-from bitdial.functional import SCHEMES, scheme_of
+from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
 from bitdial.plan import BitPlan, LayerBits, set_bits
-from bitdial.recipes import RECIPES, TEST_DATA, RecipeOptions
+from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
 from bitdial.train import accuracy, batched
-from bitdial.train.config import ALRS_READINGS
+from bitdial.train.alrs import READINGS
+from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
 
 TestData = list[tuple[Tensor, Tensor]]
 
@@ -57,30 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results (default: demo-out)")
     demo.set_defaults(run=_demo)
 
-    train = commands.add_parser("train", help="run a training recipe; run it again to resume")
-    train.add_argument("recipe", choices=list(RECIPES), help="which recipe")
-    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the artifact")
-    train.add_argument("--epochs", type=_positive, help="epochs of each stage (default: the recipe's)")
-    train.add_argument("--seed", type=_seed, default=0, help="seed of the start and of the data order (default: 0)")
-    train.add_argument("--scheme", choices=list(SCHEMES), default="double_rounding", help="weight scheme")
-    train.add_argument("--bits", type=_bit_list, default=(8, 6, 4, 2), metavar="8,6,4,2", help="widths, descending")
-    train.add_argument("--alrs", choices=ALRS_READINGS, default="relative", help="learning-rate scaling of the scales")
-    train.add_argument(
-        "--distill",
-        choices=("none", "teacher", "in_place", "progressive"),
-        default="none",
-        help="knowledge distillation (teacher: the float model of the same recipe)",
-    )
-    train.add_argument("--start", choices=STARTS, default="mse", help="how scales start")
-    train.add_argument("--lr", type=float, help="learning rate of the joint stage (default: the recipe's)")
-    train.add_argument("--data", type=Path, help="folder with the data set, for recipes that need one (default: data)")
-    train.add_argument(
-        "--holdout",
-        action="store_true",
-        help="evaluate on images held out of the training set, not on the test set: for choices",
-    )
-    train.add_argument("--results", type=Path, help="JSON file to which a row with the outcome is added")
-    train.set_defaults(run=_train)
+    _train_command(commands.add_parser("train", help="run a training recipe; run it again to resume"))
 
     evaluate = commands.add_parser("eval", help="accuracy of an artifact at each width")
     _file_argument(evaluate)
@@ -107,6 +86,66 @@ def _parser() -> argparse.ArgumentParser:
     _data_argument(switch)
     switch.set_defaults(run=_switch)
     return parser
+
+
+def _train_command(train: argparse.ArgumentParser) -> None:
+    """The options of `train`; their names and defaults are those of RecipeOptions."""
+    train.add_argument("recipe", choices=list(RECIPES), help="which recipe")
+    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the artifact")
+    train.add_argument("--data", type=Path, help="folder with the data set, for recipes that need one (default: data)")
+    train.add_argument(
+        "--holdout",
+        action="store_true",
+        help="evaluate on images held out of the training set, not on the test set: for choices",
+    )
+    train.add_argument("--results", type=Path, help="JSON file to which a row with the outcome is added")
+    train.add_argument(
+        "--history",
+        type=Path,
+        help="JSON file for the course of the run, with each width's accuracy after each epoch on the images that the "
+        "outcome is measured on: for figures; choices are never made on it",
+    )
+    train.add_argument("--seed", type=_seed, help="seed of the start and of the data order (default: %(default)s)")
+    train.add_argument("--epochs", type=_positive, help="epochs of each stage (default: the recipe's)")
+    train.add_argument(
+        "--float-epochs", type=_positive, help="epochs of the float stage (default: as many as --epochs)"
+    )
+
+    scales = train.add_argument_group("quantisation")
+    scales.add_argument("--bits", type=_bit_list, dest="bit_choices", metavar="8,6,4,2", help="widths, descending")
+    scales.add_argument("--scheme", choices=list(SCHEMES), help="weight scheme (default: %(default)s)")
+    scales.add_argument("--ties", choices=TIE_RULES, help="tie rule of the second rounding (default: %(default)s)")
+    scales.add_argument("--per-tensor", action="store_false", dest="per_channel", help="one weight scale per layer")
+    scales.add_argument("--start", choices=STARTS, help="how scales start (default: %(default)s)")
+    scales.add_argument(
+        "--scale-gradient",
+        choices=SCALE_GRADIENTS,
+        help="gradient of the shared weight scale: exact, or as the paper prints it (default: %(default)s)",
+    )
+
+    joint = train.add_argument_group("the joint stage")
+    joint.add_argument("--lr", type=float, help="learning rate (default: the recipe's)")
+    joint.add_argument("--batch", type=_positive, help="samples in a step (default: the recipe's)")
+    joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
+    joint.add_argument(
+        "--update",
+        choices=UPDATES,
+        help="after each width, or one for all, which needs --alrs off (default: %(default)s)",
+    )
+    joint.add_argument("--alrs", choices=READINGS, help="learning-rate scaling of the scales (default: %(default)s)")
+    joint.add_argument("--freeze-scales", action="store_false", dest="learn_scales", help="keep scales at their start")
+    joint.add_argument("--scale-lr", type=float, help="learning rate of the scales before ALRS (default: that of --lr)")
+    joint.add_argument(
+        "--scale-state", choices=SCALE_STATES, help="the optimizer's state of a shared scale (default: %(default)s)"
+    )
+    joint.add_argument("--distill", choices=DISTILLATIONS, help="knowledge distillation (default: %(default)s)")
+    joint.add_argument(
+        "--teacher", choices=TEACHERS, help="with --distill teacher (default: the float model that the run starts from)"
+    )
+    joint.add_argument("--distill-weight", type=float, help="share of the soft loss (default: %(default)s)")
+    joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: %(default)s)")
+    defaults = {f.name: f.default for f in dataclasses.fields(RecipeOptions) if f.default is not dataclasses.MISSING}
+    train.set_defaults(run=_train, **defaults)
 
 
 def _file_argument(parser: argparse.ArgumentParser) -> None:
@@ -190,23 +229,8 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
-    outcome = RECIPES[options.recipe](
-        RecipeOptions(
-            out=options.out,
-            epochs=options.epochs,
-            seed=options.seed,
-            scheme=options.scheme,
-            bit_choices=options.bits,
-            alrs=options.alrs,
-            distill=options.distill,
-            start=options.start,
-            lr=options.lr,
-            data=options.data,
-            holdout=options.holdout,
-            results=options.results,
-            command=options.command,
-        )
-    )
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions)}
+    outcome = RECIPES[options.recipe](RecipeOptions(**given))
     rows = [["float", f"{100 * outcome.float_top1:.2f} %"]]
     rows += [[f"{bits} bits", f"{100 * top1:.2f} %"] for bits, top1 in outcome.top1.items()]
     _table(options.recipe, ["setting", "accuracy"], rows)

@@ -9,6 +9,7 @@ from bitdial.errors import ConfigError
 from bitdial.functional import ACTIVATION_KINDS, TIE_RULES, scheme_of
 
 STARTS: tuple[str, ...] = ("mse", "3std", "lsq")
+SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
 
 
 class Config:
@@ -96,6 +97,8 @@ class QuantConfig(Config):
     activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
     start            starting scales: 'mse' (least squared error over the bit-widths), '3std' (weights mean +- 3 std,
                      activations the 99.9th percentile) or 'lsq' (2 mean|x| / sqrt(Qp))
+    scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
+                     factor 2^shift)
     keep_first_last  keep the first and the last executed layer in float
     switch_norms     give each batch norm one set of parameters and statistics per bit-width
     rules            exceptions by name or type
@@ -107,6 +110,7 @@ class QuantConfig(Config):
     per_channel: bool = True
     activations: str = "auto"
     start: str = "mse"
+    scale_gradient: str = "exact"
     keep_first_last: bool = True
     switch_norms: bool = True
     rules: tuple[Rule, ...] = field(default=())
@@ -118,9 +122,15 @@ class QuantConfig(Config):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.rules, tuple | list):
             raise ConfigError(f"rules={self.rules!r} must be a tuple of Rule")
-        scheme_of(self.scheme)
+        scheme = scheme_of(self.scheme)
         check_choice("ties", self.ties, TIE_RULES)
         check_choice("activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
         check_choice("start", self.start, STARTS)
+        check_choice("scale_gradient", self.scale_gradient, SCALE_GRADIENTS)
+        if self.scale_gradient == "printed" and scheme.scale != "shared":
+            raise ConfigError(
+                f"scale_gradient='printed' is about a weight scale that all widths share; {self.scheme!r} has none. "
+                "Choose double_rounding, nested or truncate, or leave scale_gradient out"
+            )
         rules = tuple(r if isinstance(r, Rule) else Rule.from_dict(r) for r in self.rules)
         object.__setattr__(self, "rules", rules)

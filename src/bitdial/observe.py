@@ -1,7 +1,7 @@
 """Watch a model run on sample data: which layer runs when, on what input, and which layer feeds which norm."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ class LayerInput:
     last_call: int = -1
 
 
-def call(model: nn.Module, batch: Batch) -> Any:
+def call(model: Callable[..., Any], batch: Batch) -> Any:
     """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(batch, Tensor):
         return model(batch)

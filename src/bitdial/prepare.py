@@ -189,7 +189,12 @@ def _weight_quantizer(name: str, weight: nn.Parameter, treatment: _Treatment, co
             channels=channels,
         )
     return WeightQuantizer(
-        scales, bit_choices=config.bit_choices, scheme=config.scheme, ties=config.ties, channels=channels
+        scales,
+        bit_choices=config.bit_choices,
+        scheme=config.scheme,
+        ties=config.ties,
+        channels=channels,
+        scale_gradient=config.scale_gradient,
     )
 
 

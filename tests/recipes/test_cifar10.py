@@ -1,9 +1,6 @@
-"""CIFAR-10 from files (fake ones here), and the recipe on them."""
+"""CIFAR-10 from files (fake ones here)."""
 
 import io
-import json
-import platform
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from bitdial import load, read_artifact, set_bits
-from bitdial.cli import main
 from bitdial.errors import ConfigError
-from bitdial.recipes import RECIPES, RecipeOptions, cifar10
+from bitdial.recipes import cifar10
 from bitdial.recipes.cifar10 import DEVIATION, MEAN, cifar10_data
 
 CPU = torch.device("cpu")
-FIELDS = {
-    "scheme", "alrs", "kd", "bit_choices", "seed", "epochs", "float_top1", "top1", "epoch_seconds", "stored_bits",
-    "device", "versions", "command",
-}  # fmt: skip
 
 
 def fake(train: int = 20, test: int = 8) -> dict[str, np.ndarray]:
@@ -188,105 +179,3 @@ def test_binary_labels_are_checked(tmp_path: Path) -> None:
     write_binary(tmp_path, changed(y_train=np.full(20, 200, np.uint8)))
     with pytest.raises(ConfigError, match="a train label is 200, but labels are 0 to 9"):
         cifar10_data(tmp_path, holdout=False, device=CPU)
-
-
-# --- the recipe ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few images in a few steps, on the CPU whatever the machine has."""
-    monkeypatch.setattr(cifar10, "HELD_OUT", 8)
-    monkeypatch.setattr(import_module("bitdial.recipes.cifar10_resnet20"), "BATCH", 8)  # the package has the function
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-def options(tmp_path: Path, **changes: Any) -> RecipeOptions:
-    settings: dict[str, Any] = {"epochs": 1, "bit_choices": (4, 2), "progress": False, "data": tmp_path}
-    return RecipeOptions(out=tmp_path / "run", results=tmp_path / "results.json", **{**settings, **changes})
-
-
-def test_recipe_end_to_end(tmp_path: Path, small: None, capsys: pytest.CaptureFixture[str]) -> None:
-    write_npz(tmp_path, fake(train=16))
-    words = ["train", "cifar10-resnet20", "--data", str(tmp_path), "--out", str(tmp_path / "run"), "--epochs", "1"]
-    words += ["--bits", "4,2", "--alrs", "off", "--seed", "3", "--results", str(tmp_path / "results.json")]
-    assert main(words) == 0, capsys.readouterr().err
-    (row,) = json.loads((tmp_path / "results.json").read_text())
-    assert set(row) >= FIELDS
-    expected = {"scheme": "double_rounding", "alrs": "off", "kd": "none", "bit_choices": [4, 2], "seed": 3, "epochs": 1,
-                "split": "test", "stored_bits": 4, "command": " ".join(["bitdial", *words])}  # fmt: skip
-    assert {name: row[name] for name in expected} == expected
-    assert set(row["top1"]) == {"4", "2"}
-    assert all(0 <= value <= 100 for value in (row["float_top1"], *row["top1"].values()))
-    assert row["epoch_seconds"] > 0
-    assert row["device"] == platform.machine()
-    assert row["versions"]["torch"] == torch.__version__
-
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert [name.rpartition(".")[2] for name in names] == ["safetensors", "ckpt"], (
-        "the float model stays for other runs"
-    )
-    artifact = read_artifact(tmp_path / "run" / names[0])
-    assert artifact.bit_choices == (4, 2)
-    # The shipped file gives the accuracy in the row.
-    live = load(artifact)
-    x, y = cifar10_data(tmp_path, holdout=False, device=CPU)[1]
-    for bits in (4, 2):
-        set_bits(live, bits)
-        with torch.no_grad():
-            right = (live(x).argmax(dim=1) == y).double().mean()
-        assert round(100 * float(right), 2) == row["top1"][str(bits)]
-
-
-def test_holdout_runs_are_marked_and_leave_the_test_set_alone(tmp_path: Path, small: None) -> None:
-    arrays = fake(train=24)
-    write_npz(tmp_path, {**arrays, "x_test": np.array(["poison"]), "y_test": np.array(["poison"])})
-    outcome = RECIPES["cifar10-resnet20"](options(tmp_path, holdout=True, scheme="lsq"))
-    assert torch.cat([y for _, y in outcome.test]).tolist() == arrays["y_train"][-8:].tolist()
-    (row,) = json.loads((tmp_path / "results.json").read_text())
-    assert (row["split"], row["stored_bits"], row["command"]) == ("holdout", 32, None)
-
-
-def test_the_float_model_is_shared_between_runs(tmp_path: Path, small: None, monkeypatch) -> None:
-    write_npz(tmp_path, fake(train=8))
-    first = RECIPES["cifar10-resnet20"](options(tmp_path))
-    (checkpoint,) = (tmp_path / "run").glob("float-*.ckpt")
-    before = checkpoint.stat().st_mtime_ns
-    second = RECIPES["cifar10-resnet20"](options(tmp_path, scheme="nested"))
-    assert checkpoint.stat().st_mtime_ns == before
-    for name, value in first.float_model.state_dict().items():
-        assert torch.equal(value, second.float_model.state_dict()[name]), name
-    assert first.artifact != second.artifact
-    assert [row["scheme"] for row in json.loads((tmp_path / "results.json").read_text())] == [
-        "double_rounding",
-        "nested",
-    ]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"bit_choices": (4, 3)}, {"lr": 0.0123}, {"start": "lsq"}, {"alrs": "off"}, {"distill": "in_place"}, {"seed": 1}],
-    ids=str,
-)
-def test_runs_of_other_settings_share_no_file(tmp_path: Path, small: None, monkeypatch, change: dict[str, Any]) -> None:
-    """Several runs may go on in one folder at a time, so neither checkpoint nor artifact may be shared."""
-    used = []
-
-    class Stop(Exception):
-        pass
-
-    def note(*args: object, checkpoint: Path, **settings: object) -> None:
-        used.append(checkpoint)
-        raise Stop
-
-    write_npz(tmp_path, fake(train=8))
-    monkeypatch.setattr(import_module("bitdial.recipes.cifar10_resnet20"), "train", note)
-    for changes in ({}, change):
-        with pytest.raises(Stop):
-            RECIPES["cifar10-resnet20"](options(tmp_path, **changes))
-    assert used[0] != used[1]
-
-
-def test_the_command_says_what_to_do_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "cifar10-resnet20", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 1
-    assert "name another folder with --data" in capsys.readouterr().err

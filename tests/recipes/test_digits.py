@@ -1,11 +1,12 @@
 """The embedded recipe: fixed data, resumable stages."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from bitdial.errors import CheckpointError
+from bitdial.errors import CheckpointError, ConfigError
 from bitdial.models import build_model
 from bitdial.recipes import RecipeOptions
 from bitdial.recipes.digits import digits, digits_data
@@ -61,11 +62,35 @@ def test_every_option_reaches_the_run(tmp_path, monkeypatch) -> None:
     scales = []
     for start in ("mse", "3std"):
         options = RecipeOptions(
-            out=tmp_path / start, epochs=1, alrs="literal", distill="teacher", start=start, lr=3e-4, seed=7
+            out=tmp_path / start,
+            epochs=1,
+            alrs="literal",
+            distill="teacher",
+            start=start,
+            lr=3e-4,
+            seed=7,
+            per_channel=False,
+            weight_decay=0.1,
         )
         with pytest.raises(Reached):
             digits(options)
         scales.append(seen["scale"])
     assert not torch.equal(scales[0], scales[1])
+    assert scales[0].shape == (1,)
+    assert seen["config"].weight_decay == 0.1
     assert (seen["config"].alrs, seen["config"].distill, seen["config"].lr) == ("literal", "teacher", 3e-4)
     assert seen["teacher"] is not None
+
+
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ("batch", {"batch": 4}),
+        ("float-epochs", {"float_epochs": 2}),
+        ("history", {"history": Path("history.json")}),
+        ("teacher", {"distill": "teacher", "teacher": "resnet56"}),
+    ],
+)
+def test_what_the_recipe_does_not_have_is_refused(tmp_path, option, changes) -> None:
+    with pytest.raises(ConfigError, match=f"it takes no --{option}"):
+        digits(RecipeOptions(out=tmp_path, **changes))

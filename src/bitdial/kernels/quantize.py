@@ -28,6 +28,12 @@ class Rounding(NamedTuple):
     offset: float
 
 
+def rounding_of(rule: bf.Scheme, high: int, low: int, ties: str) -> Rounding:
+    """How `rule` rounds a weight to `low` bits by way of `high` bits."""
+    second = f"nearest {ties}" if rule.second == "nearest" else rule.second
+    return Rounding(high, low, rule.first == "floor", SECOND[second] if high > low else 0, rule.offset)
+
+
 @functools.cache
 def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
@@ -39,7 +45,8 @@ def use_triton(tensor: Tensor) -> bool:
     return here and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and _triton_installed()
 
 
-def _value_type(x: Tensor) -> torch.dtype:
+def value_type(x: Tensor) -> torch.dtype:
+    """The type in which values go on: that of autocast, else float32."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
 
@@ -57,7 +64,7 @@ class _Activation(torch.autograd.Function):
         whole = None if zero_point is None else bf.integer_zero_point(zero_point, bits)
         ctx.save_for_backward(x, scale, whole)
         ctx.range, ctx.gradient_scale = bf.code_range(bits, signed=signed), gradient_scale
-        return triton_quantize.act_forward(x, scale, whole, ctx.range, _value_type(x))
+        return triton_quantize.act_forward(x, scale, whole, ctx.range, value_type(x))
 
     @staticmethod
     @once_differentiable
@@ -108,12 +115,11 @@ class _Weight(torch.autograd.Function):
     ) -> Tensor:
         from bitdial.kernels import triton_quantize
 
-        second = f"nearest {ties}" if rule.second == "nearest" else rule.second
-        ctx.rounding = Rounding(high, low, rule.first == "floor", SECOND[second] if high > low else 0, rule.offset)
+        ctx.rounding = rounding_of(rule, high, low, ties)
         ctx.unclipped, ctx.gradient_scale = bf.unclipped_range(rule, high, low), gradient_scale
         weight = _dense(weight)
         ctx.save_for_backward(weight, scale)
-        return triton_quantize.weight_forward(weight, scale, ctx.rounding, _value_type(weight))
+        return triton_quantize.weight_forward(weight, scale, ctx.rounding, value_type(weight))
 
     @staticmethod
     @once_differentiable
@@ -121,10 +127,9 @@ class _Weight(torch.autograd.Function):
         from bitdial.kernels import triton_quantize
 
         weight, scale = ctx.saved_tensors
-        grad_weight, grad_scale = triton_quantize.weight_backward(
-            _like(grads[0], weight), weight, scale, ctx.rounding, ctx.unclipped
-        )
-        return grad_weight, grad_scale * ctx.gradient_scale, None, None, None, None, None
+        grad = _like(grads[0], weight)
+        both = triton_quantize.weight_backward(grad, weight, scale, ctx.rounding, ctx.unclipped, ctx.gradient_scale)
+        return *both, None, None, None, None, None
 
 
 def fake_quantize(

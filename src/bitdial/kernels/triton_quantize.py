@@ -1,11 +1,12 @@
 """Triton kernels of the quantizers: one read, one write; scale gradients summed in the same pass.
 
-They give the codes that `bitdial.functional` gives, bit for bit: the division is IEEE (`div_rn`), and rounding to the
-nearest integer, ties to even, is the addition and subtraction of 1.5 * 2^23, which float32 rounds that way for anything
-below 2^22. Clipping comes first, which changes nothing because the bounds are integers. Partial sums go to memory and
-are added in a fixed order, so gradients repeat from run to run.
+They give the codes that `bitdial.functional` gives, bit for bit: the division is IEEE's (see `_ratio`), and rounding to
+the nearest integer, ties to even, is the addition and subtraction of 1.5 * 2^23, which float32 rounds that way for
+anything below 2^22. Clipping comes first, which changes nothing because the bounds are integers. Partial sums go to
+memory and are added in a fixed order, so gradients repeat from run to run.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 ROW_BLOCK = 1024
+SUMMED = 16384  # elements of the tile in which parts of a weight gradient are added up
+FUSES = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")  # the interpreter rounds twice in a multiply-add
 
 
 @triton.jit
@@ -31,6 +34,24 @@ def _nearest(v):  # type: ignore[no-untyped-def]
     return (v + 12582912.0) - 12582912.0
 
 
+@triton.jit
+def _ratio(x, scale, least, most):  # type: ignore[no-untyped-def]
+    """x / scale, rounded as IEEE has it, wherever that lies between least - 1 and most + 1; beyond, a value beyond.
+
+    The GPU's own division leaves its fast path when x is 0, as half of the values behind a ReLU are. Markstein: with
+    the reciprocal correctly rounded and a quotient within an ulp (the first correction sees to that), a fused
+    correction of the quotient is the correctly rounded one. Clipping keeps infinities out.
+    """
+    if FUSES:
+        x = _clip(x, (least - 1.0) * scale, (most + 1.0) * scale)
+        inverse = tl.div_rn(1.0, scale)
+        ratio = x * inverse
+        ratio = tl.fma(tl.fma(-ratio, scale, x), inverse, ratio)
+        return tl.fma(tl.fma(-ratio, scale, x), inverse, ratio)
+    else:
+        return tl.div_rn(x, scale)
+
+
 # --- activations ----------------------------------------------------------------------------------
 
 
@@ -40,12 +61,11 @@ def _act_forward(x_ptr, scale_ptr, zero_ptr, y_ptr, count, least, most, HAS_ZERO
     live = at < count
     scale = tl.load(scale_ptr)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    v = tl.div_rn(x, scale)
     if HAS_ZERO:
         zero = tl.load(zero_ptr)
-        q = _nearest(_clip(v, least - zero, most - zero))
-    else:
-        q = _nearest(_clip(v, least, most))
+        least -= zero
+        most -= zero
+    q = _nearest(_clip(_ratio(x, scale, least, most), least, most))
     tl.store(y_ptr + at, (q * scale).to(y_ptr.dtype.element_ty), mask=live)
 
 
@@ -69,12 +89,13 @@ def _act_backward(  # type: ignore[no-untyped-def]
     scale = tl.load(scale_ptr)
     g = tl.load(g_ptr + at, mask=live, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    v = tl.div_rn(x, scale)
     if HAS_ZERO:
         zero = tl.load(zero_ptr)
+        v = _ratio(x, scale, least - zero, most - zero)
         q = _nearest(_clip(v, least - zero, most - zero))
         inside = (v + zero > least) & (v + zero < most)
     else:
+        v = _ratio(x, scale, least, most)
         q = _nearest(_clip(v, least, most))
         inside = (v > least) & (v < most)
     dx = tl.where(inside, g, 0.0)
@@ -177,8 +198,11 @@ def _weight_backward(  # type: ignore[no-untyped-def]
     scale_ptr,
     dw_ptr,
     ds_ptr,
+    total,
+    parts,
     length,
     chunks,
+    gradient_scale,
     least_high,
     most_high,
     least_low,
@@ -190,20 +214,27 @@ def _weight_backward(  # type: ignore[no-untyped-def]
     open_high,
     FIRST_FLOOR: tl.constexpr,
     SECOND: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < length
     scale = tl.load(scale_ptr + row)
-    g = tl.load(g_ptr + row * length + at, mask=live, other=0.0).to(tl.float32)
+    sums = tl.zeros((PARTS, BLOCK), dtype=tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        some = (part < parts)[:, None] & live[None, :]
+        offsets = part[:, None] * total + (row * length + at)[None, :]
+        sums += tl.load(g_ptr + offsets, mask=some, other=0.0).to(tl.float32)
+    g = tl.sum(sums, axis=0)
     ratio = tl.div_rn(tl.load(w_ptr + row * length + at, mask=live, other=0.0), scale)
     codes = _weight_codes(ratio, least_high, most_high, least_low, most_low, down, FIRST_FLOOR, SECOND)
     inside = (ratio > open_low) & (ratio < open_high)
     dw = tl.where(inside, g, 0.0)
     tl.store(dw_ptr + row * length + at, dw, mask=live)
-    total = tl.sum(g * ((codes + offset) * up - tl.where(inside, ratio, 0.0)))
-    tl.store(ds_ptr + row * chunks + tl.program_id(1), total)
+    terms = tl.where(live, g * ((codes + offset) * up - tl.where(inside, ratio, 0.0)), 0.0)
+    tl.store(ds_ptr + row * chunks + tl.program_id(1), tl.sum(terms) * gradient_scale)
 
 
 def weight_forward(weight: Tensor, scale: Tensor, rounding: "Rounding", dtype: torch.dtype) -> Tensor:
@@ -220,22 +251,32 @@ def weight_forward(weight: Tensor, scale: Tensor, rounding: "Rounding", dtype: t
 
 
 def weight_backward(
-    grad: Tensor, weight: Tensor, scale: Tensor, rounding: "Rounding", unclipped: tuple[float, float]
+    grad: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    rounding: "Rounding",
+    unclipped: tuple[float, float],
+    gradient_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the weight and of the scale; `unclipped` is the open range of W / (scale 2**shift)."""
+    """Gradients of the weight and of the scale; `unclipped` is the open range of W / (scale 2**shift).
+
+    `grad` is in the memory layout of `weight`, or parts of it one after the other, which are added up here.
+    """
     dw = torch.empty_like(weight)
     high, low, first_floor, second, offset = rounding
     rows, length = scale.numel(), weight.numel() // scale.numel()
-    chunks = triton.cdiv(length, ROW_BLOCK)
-    parts = torch.empty((rows, chunks), dtype=torch.float32, device=weight.device)
+    block = min(triton.next_power_of_2(length), ROW_BLOCK)
+    chunks, parts = triton.cdiv(length, block), grad.numel() // max(weight.numel(), 1)
+    sums = torch.empty((rows, chunks), dtype=torch.float32, device=weight.device)
     up = 2.0 ** (high - low)
     if weight.numel():
         _weight_backward[(rows, chunks)](
-            grad, weight, scale, dw, parts, length, chunks, *_ranges(high, low), 1 / up, up, offset,
-            unclipped[0] * up, unclipped[1] * up,
-            FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK,
+            grad, weight, scale, dw, sums, weight.numel(), parts, length, chunks, gradient_scale, *_ranges(high, low),
+            1 / up, up, offset, unclipped[0] * up, unclipped[1] * up,
+            FIRST_FLOOR=first_floor, SECOND=second, PARTS=min(triton.next_power_of_2(parts), SUMMED // block),
+            BLOCK=block, num_warps=8 if parts > 1 else 4,
         )  # fmt: skip
-    return dw, parts.sum(dim=1)
+    return dw, sums.reshape(rows) if chunks == 1 else sums.sum(dim=1)
 
 
 def _ranges(high: int, low: int) -> tuple[float, float, float, float]:

@@ -5,6 +5,7 @@ and an optimizer leaves its scale and its moments alone.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,13 +18,23 @@ class WeightQuantizer(nn.Module):
 
     Parameters: `scale` (channels,), shared by all widths and belonging to the highest; or, for `lsq`, one such
     tensor per width in `scales`; or none, for the schemes that derive it from the weight.
+
+    `scale_gradient` 'printed' leaves the factor 2^shift out of the shared scale's gradient, as the paper's text does.
     """
 
     def __init__(
-        self, scales: Mapping[int, Tensor], *, bit_choices: tuple[int, ...], scheme: str, ties: str, channels: int
+        self,
+        scales: Mapping[int, Tensor],
+        *,
+        bit_choices: tuple[int, ...],
+        scheme: str,
+        ties: str,
+        channels: int,
+        scale_gradient: str = "exact",
     ):
         super().__init__()
         self.bit_choices, self.scheme, self.ties, self.channels = bit_choices, scheme, ties, channels
+        self.scale_gradient = scale_gradient
         self.rule = bf.scheme_of(scheme)
         if self.rule.scale == "shared":
             self.scale = nn.Parameter(scales[bit_choices[0]].clone())
@@ -55,17 +66,25 @@ class WeightQuantizer(nn.Module):
             return stored
         return bf.narrow(stored, high=high, low=bits, scheme=self.scheme, ties=self.ties)
 
+    def gradient_scale(self, weight: Tensor, bits: int) -> float:
+        """What the gradient of the scale is multiplied with at `bits`: LSQ's factor, and that of `scale_gradient`."""
+        left_out = self.stored_bits(bits) - bits if self.scale_gradient == "printed" else 0
+        return bf.lsq_gradient_scale(weight.numel() // self.channels, bits, signed=True) * 2.0**-left_out
+
+    def settings(self, weight: Tensor, bits: int) -> dict[str, Any]:
+        """What a fake quantization of `weight` at `bits` is told: scale, widths, scheme, tie rule, gradient scale."""
+        return {
+            "scale": self.scale_of(weight, bits),
+            "high": self.stored_bits(bits),
+            "low": bits,
+            "scheme": self.scheme,
+            "ties": self.ties,
+            "gradient_scale": self.gradient_scale(weight, bits),
+        }
+
     def forward(self, weight: Tensor, bits: int) -> Tensor:
         """`weight` as its `bits`-bit codes say it, differentiable."""
-        return kernels.fake_quantize(
-            weight,
-            self.scale_of(weight, bits),
-            high=self.stored_bits(bits),
-            low=bits,
-            scheme=self.scheme,
-            ties=self.ties,
-            gradient_scale=bf.lsq_gradient_scale(weight.numel() // self.channels, bits, signed=True),
-        )
+        return kernels.fake_quantize(weight, **self.settings(weight, bits))
 
     def extra_repr(self) -> str:
         return f"{self.scheme}, channels={self.channels}"
@@ -84,16 +103,20 @@ class ActivationQuantizer(nn.Module):
         """The learned zero-point (1,) at `bits`, None unless asymmetric."""
         return self.zero_points[str(bits)] if self.kind == "asymmetric" else None
 
+    def gradient_scale(self, x: Tensor, bits: int) -> float:
+        """LSQ's factor of the gradient of the scale, for inputs like `x`."""
+        elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
+        return bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed")
+
     def forward(self, x: Tensor, bits: int) -> Tensor:
         """`x` as its `bits`-bit codes say it, differentiable; computed in float32 even under autocast."""
-        elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
         return kernels.fake_quantize_activation(
             x,
             self.scales[str(bits)],
             self.zero_point_of(bits),
             bits=bits,
             kind=self.kind,
-            gradient_scale=bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed"),
+            gradient_scale=self.gradient_scale(x, bits),
         )
 
     def codes(self, x: Tensor, bits: int) -> Tensor:

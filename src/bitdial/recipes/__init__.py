@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from bitdial.recipes.cifar10_resnet20 import cifar10_resnet20
+from bitdial.recipes.cifar10_training import cifar10_mobilenetv2, cifar10_resnet20
 from bitdial.recipes.digits import digits, digits_test
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome
+from bitdial.recipes.outcome import TEACHERS, RecipeOptions, RecipeOutcome
 
 RECIPES: dict[str, Callable[[RecipeOptions], RecipeOutcome]] = {
     "digits": digits,
     "cifar10-resnet20": cifar10_resnet20,
+    "cifar10-mobilenetv2": cifar10_mobilenetv2,
 }
 TEST_DATA: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {"digits": digits_test}
 
-__all__ = ["RECIPES", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]
+__all__ = ["RECIPES", "TEACHERS", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]

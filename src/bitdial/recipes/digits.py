@@ -9,7 +9,7 @@ from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
 from bitdial.prepare import prepare
 from bitdial.recipes.float_training import train_float
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, run_name, settings_of
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 
 TEST_IMAGES = 500
@@ -37,28 +37,31 @@ def digits_test() -> list[tuple[Tensor, Tensor]]:
 
 def digits(options: RecipeOptions) -> RecipeOutcome:
     """Train a small residual network in float, then jointly at every width, and save the artifact in `options.out`."""
-    for name in ("data", "holdout", "results"):
+    for name in ("data", "holdout", "batch", "float_epochs", "teacher", "results", "history"):
         if getattr(options, name):
-            raise ConfigError(f"the digits recipe has its own data and a fixed split: it takes no --{name}")
+            raise ConfigError(
+                f"the digits recipe has its own data, a fixed split and a small network: it takes no "
+                f"--{name.replace('_', '-')}"
+            )
+    settings, changed = options.settings(epochs=16, lr=2e-3)
+    quant = QuantConfig(**settings_of(QuantConfig, settings))
+    config = TrainConfig(**settings_of(TrainConfig, settings))
     x, y, x_test, y_test = digits_data()
-    epochs = options.epochs or 16
     data = ArrayData(x, y, batch_size=64, seed=options.seed, augment=Shift(pixels=1))
     test = batched(x_test, y_test)
-    float_checkpoint, joint_checkpoint = options.out / "float.ckpt", options.out / "joint.ckpt"
+    float_checkpoint, joint_checkpoint = options.out / "float.ckpt", options.out / f"{run_name('joint', changed)}.ckpt"
 
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         float_model = build_model("cifar_resnet", blocks=1, width=16, in_channels=1)
-    train_float(float_model, data, epochs=epochs, lr=3e-3, weight_decay=5e-5, checkpoint=float_checkpoint)
+    train_float(float_model, data, epochs=config.epochs, lr=3e-3, weight_decay=5e-5, checkpoint=float_checkpoint)
     float_top1 = accuracy(float_model, test)
 
-    config = QuantConfig(bit_choices=options.bit_choices, scheme=options.scheme, start=options.start)
-    model = prepare(float_model, config, x[:256])
-    rate = 2e-3 if options.lr is None else options.lr
+    model = prepare(float_model, quant, x[:256])
     history = train(
         model,
         data,
-        TrainConfig(epochs=epochs, lr=rate, alrs=options.alrs, distill=options.distill),
+        config,
         teacher=float_model if options.distill == "teacher" else None,
         evaluate_on=test,
         checkpoint=joint_checkpoint,

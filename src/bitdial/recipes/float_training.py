@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bitdial.container import read_container, write_container
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.train import ArrayData, TrainConfig
+from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
 from bitdial.train.steps import make_optimizer
 
@@ -28,8 +29,8 @@ def train_float(
 ) -> None:
     """Train `model` in place with a cosine schedule, and leave it in eval mode.
 
-    On a GPU the step is replayed as a CUDA graph, as in joint training. With `checkpoint`, the trained weights are kept
-    there; if the file is there already, they are taken from it.
+    On a GPU the step runs through fused kernels and as a CUDA graph, as in joint training. With `checkpoint`, the
+    trained weights are kept there; if the file is there already, they are taken from it.
     """
     settings = {
         "epochs": epochs,
@@ -52,13 +53,14 @@ def train_float(
     stepper = make_optimizer(TrainConfig(lr=lr, optimizer=optimizer), list(model.parameters()), weight_decay)
     graphs, number, total = StepGraphs(), 0, epochs * len(data)
     last = torch.zeros((), device=device)
+    fast = FastModel(model, fused=device.type == "cuda")
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         for parameter in model.parameters():
             parameter.grad = None
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
-            loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
+            loss = F.cross_entropy(fast(inputs), targets)
+        fast.backward(loss)
         stepper.step()
         return loss.detach()
 

@@ -1,36 +1,106 @@
 """What a recipe is given and what it gives back."""
 
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from bitdial.config import Config, QuantConfig, check_choice
 from bitdial.container import replacing
 from bitdial.errors import BitdialError, ConfigError
-from bitdial.train import History
+from bitdial.functional import scheme_of
+from bitdial.train import History, TrainConfig
+
+TEACHERS = ("resnet56",)
+_NOT_SETTINGS = ("out", "name", "data", "results", "history", "command", "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """The few things that the command line may override; None keeps the recipe's own value."""
+    """What the command line may override; None keeps the recipe's own value.
+
+    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first seven are settings: they
+    decide what comes out, so they are in the names of a run's files.
+    """
 
     out: Path
     name: str | None = None  # of the artifact, without its ending
-    epochs: int | None = None
-    seed: int = 0
-    scheme: str = "double_rounding"
-    bit_choices: tuple[int, ...] = (8, 6, 4, 2)
-    alrs: str = "relative"
-    distill: str = "none"
-    start: str = "mse"
-    lr: float | None = None
     data: Path | None = None
-    holdout: bool = False
-    results: Path | None = None
+    results: Path | None = None  # gets a row
+    history: Path | None = None  # becomes the run's history
     command: str | None = None  # what was typed, for the result row
     progress: bool = True
+
+    holdout: bool = False
+    seed: int = 0
+    epochs: int | None = None
+    float_epochs: int | None = None  # None: as many as `epochs`
+    batch: int | None = None  # samples in a step of the joint stage
+    bit_choices: tuple[int, ...] = QuantConfig.bit_choices
+    scheme: str = QuantConfig.scheme
+    ties: str = QuantConfig.ties
+    per_channel: bool = QuantConfig.per_channel
+    start: str = QuantConfig.start
+    scale_gradient: str = QuantConfig.scale_gradient
+    lr: float | None = None
+    weight_decay: float = TrainConfig.weight_decay
+    update: str = TrainConfig.update
+    alrs: str = TrainConfig.alrs
+    learn_scales: bool = TrainConfig.learn_scales
+    scale_lr: float | None = TrainConfig.scale_lr
+    scale_state: str = TrainConfig.scale_state
+    distill: str = TrainConfig.distill
+    teacher: str | None = None  # None: the student's own float model
+    distill_weight: float = TrainConfig.distill_weight
+    temperature: float = TrainConfig.temperature
+
+    def __post_init__(self) -> None:
+        if self.teacher is not None:
+            check_choice("teacher", self.teacher, TEACHERS)
+        soft = (self.distill_weight, self.temperature) != (TrainConfig.distill_weight, TrainConfig.temperature)
+        own_scale_steps = self.scale_lr is not None or self.scale_state != TrainConfig.scale_state
+        conflicts = {
+            "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
+            "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
+            "--distill in_place needs a lower width to teach: give --bits two or more": (
+                self.distill == "in_place" and len(self.bit_choices) == 1
+            ),
+            "--freeze-scales leaves --scale-lr and --scale-state nothing to do: leave them out": (
+                not self.learn_scales and own_scale_steps
+            ),
+            f"--ties is about double_rounding's second rounding, and {self.scheme} has none: leave it out": (
+                self.ties != QuantConfig.ties and scheme_of(self.scheme).second != "nearest"
+            ),
+        }
+        for problem, found in conflicts.items():
+            if found:
+                raise ConfigError(problem)
+
+    def settings(self, **own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """All settings, and those of them that are not the default.
+
+        `own` are the recipe's values of settings that are None unless they are given.
+        """
+        defaults = {f.name: f.default for f in fields(self) if f.name not in _NOT_SETTINGS} | own
+        given = {name: getattr(self, name) for name in defaults}
+        settings = {name: defaults[name] if value is None else value for name, value in given.items()}
+        return settings, {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def settings_of(kind: type[Config], settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of `settings` that the config class `kind` has too."""
+    return {f.name: settings[f.name] for f in fields(kind) if f.name in settings}  # type: ignore[arg-type]
+
+
+def run_name(first: str, changed: dict[str, Any]) -> str:
+    """The name of a run's files: runs that differ in a setting never share one."""
+    texts = {name: "".join(map(str, v)) if isinstance(v, tuple) else str(v) for name, v in changed.items()}
+    return "-".join([first, *(f"{name}={text}" for name, text in texts.items())])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +117,51 @@ class RecipeOutcome:
 
 
 def add_result(path: Path, row: dict[str, Any]) -> None:
-    """Append `row` to the JSON list at `path`, atomically."""
+    """Append `row` to the JSON list at `path`, atomically; several processes may do so at once."""
+    with _alone_in(path.parent):
+        try:
+            rows = json.loads(path.read_text()) if path.exists() else []
+        except (OSError, ValueError) as problem:
+            raise ConfigError(f"{path} is not a list of results: {problem}") from problem
+        if not isinstance(rows, list):
+            raise ConfigError(f"{path} is not a list of results")
+        with replacing(path, error=BitdialError) as temporary:
+            temporary.write_text(json.dumps([*rows, row], indent=1) + "\n")
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make the other processes that come to `folder` this way wait, where the system has such locks."""
     try:
-        rows = json.loads(path.read_text()) if path.exists() else []
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{path} is not a list of results: {problem}") from problem
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path} is not a list of results")
+        import fcntl
+    except ImportError:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as problem:
+        raise BitdialError(f"cannot write in {folder}: {problem}") from problem
+    try:
+        with suppress(OSError):  # not every file system locks folders
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # gives the lock back
+
+
+def write_history(path: Path, history: History, row: dict[str, Any]) -> None:
+    """Write `history` and, as its "settings", the result row to the JSON file at `path`, atomically.
+
+    Numbers are rounded to five digits: it is for figures.
+    """
     with replacing(path, error=BitdialError) as temporary:
-        temporary.write_text(json.dumps([*rows, row], indent=1) + "\n")
+        temporary.write_text(json.dumps({"settings": row, **_rounded(history.to_dict())}) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner) for inner in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -2,11 +2,14 @@
 
     rate_b = eta_b * (lr - mean_i g_i)           'literal', floored at 0
     rate_b = eta_b * lr * (1 - mean_i g_i)       'relative'
+    rate_b = eta_b * lr * (1 - g_i)              'layer': layer i has a rate of its own
+    rate_b = eta_b * lr * (1 - g_ic)             'channel': so has its scale c; g_ic is its own clipped gradient
     g_i    = min(max|clip(grad of layer i's scales, norm 1)|, 1)
 
 As printed (the literal reading) the rate falls below zero as soon as the mean exceeds the learning rate, 5e-4, and
 is then floored: the scales stand still. The relative reading keeps what the text describes, a rate that shrinks
-smoothly while scale gradients are large.
+smoothly while scale gradients are large. The last two are what the paper suggests for networks whose layers differ
+much, such as MobileNetV2: one layer with large gradients no longer slows down all others.
 """
 
 import functools
@@ -18,6 +21,9 @@ from torch import Tensor
 
 from bitdial.errors import ConfigError
 
+OWN = ("layer", "channel")
+READINGS = ("relative", "literal", *OWN, "off")
+
 
 def eta(shift: int) -> float:
     """10^(-shift/2) for an even shift, 5 * 10^(-(shift+1)/2) for an odd one."""
@@ -28,17 +34,35 @@ def eta(shift: int) -> float:
 
 def layer_peaks(layers: Iterable[Sequence[Tensor]]) -> Tensor:
     """g_i of each layer (layers,), from the gradients of its scales."""
+    return _peaks_and_norms(layers)[0]
+
+
+def _peaks_and_norms(layers: Iterable[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+    """g_i, and the norm of all gradients of a layer or 1 if that is more: both (layers,)."""
     flat = [(i, g.detach().float()) for i, gradients in enumerate(layers) for g in gradients]
     if not flat:
-        return torch.zeros(0)
+        return torch.zeros(0), torch.ones(0)
     gradients = [g for _, g in flat]
     owner = _index(tuple(i for i, _ in flat), gradients[0].device)
     largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
     squares = torch.stack(torch._foreach_norm(gradients, 2)).square_()
     zeros = largest.new_zeros(flat[-1][0] + 1)
-    norm = zeros.index_add(0, owner, squares).sqrt_()
+    norm = zeros.index_add(0, owner, squares).sqrt_().clamp_min_(1.0)
     peaks = zeros.scatter_reduce(0, owner, largest, "amax")
-    return (peaks / norm.clamp_min(1.0)).clamp_max_(1.0)
+    return (peaks / norm).clamp_max_(1.0), norm
+
+
+def own_shares(layers: Sequence[Sequence[Tensor]], reading: str) -> list[list[Tensor]]:
+    """1 - g for each scale, given the gradients by layer: the share of eta_b * lr that it moves at.
+
+    For 'layer' one number for all scales of a layer, for 'channel' one for each element.
+    """
+    peaks, norms = _peaks_and_norms(layers)
+    if reading == "layer":
+        return [[1.0 - peaks[i] for _ in gradients] for i, gradients in enumerate(layers)]
+    return [
+        [1.0 - (g.detach().abs() / norm).clamp_max(1.0) for g in gs] for gs, norm in zip(layers, norms, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,7 +77,8 @@ Rate = TypeVar("Rate", float, Tensor)
 def scaled_rate(lr: Rate, *, shift: int, peak: Rate, reading: str) -> Rate:
     """The learning rate of the scales at a width `shift` bits below the highest; never negative.
 
-    `peak` is mean_i g_i. Tensors in give a tensor out, without a look at their values.
+    `peak` is mean_i g_i. Tensors in give a tensor out, without a look at their values. For 'layer' and 'channel' it is
+    eta_b * lr, of which each scale takes its share (`own_shares`).
     """
     if reading == "off":
         return lr
@@ -61,7 +86,9 @@ def scaled_rate(lr: Rate, *, shift: int, peak: Rate, reading: str) -> Rate:
         return eta(shift) * _not_negative(lr - peak)
     if reading == "relative":
         return eta(shift) * lr * _not_negative(1.0 - peak)
-    raise ConfigError(f"alrs={reading!r} is not known; choose 'relative', 'literal' or 'off'")
+    if reading in OWN:
+        return eta(shift) * lr
+    raise ConfigError(f"alrs={reading!r} is not known; choose one of {', '.join(map(repr, READINGS))}")
 
 
 def _not_negative(value: Rate) -> Rate:

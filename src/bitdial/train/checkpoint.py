@@ -21,7 +21,7 @@ from bitdial.train import distributed
 from bitdial.train.steps import JointStep
 
 VERSION = 1
-_OPERATIONAL = ("checkpoint_every", "cuda_graph")  # settings that do not change what is trained
+_OPERATIONAL = ("checkpoint_every", "cuda_graph", "fused")  # settings that do not change what is trained
 
 
 def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any] | None = None) -> None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from bitdial.config import Config, check_choice
 from bitdial.errors import ConfigError
+from bitdial.train.alrs import READINGS as ALRS_READINGS
 
 OPTIMIZERS = ("adam", "adamw", "sgd")
 UPDATES = ("separate", "accumulated")
-ALRS_READINGS = ("relative", "literal", "off")
 SCALE_STATES = ("shared", "per_bits")
 SCALE_STEPS = ("relative", "absolute")
 SCHEDULES = ("cosine", "constant")
@@ -21,8 +21,9 @@ class TrainConfig(Config):
 
     update          'separate': each bit-width updates at once (Algorithm A.2); 'accumulated': one step for the sum of
                     all losses (Algorithm A.1)
-    alrs            Adaptive Learning Rate Scaling of the scales: 'relative', 'literal' (floored at 0) or 'off';
-                    see `bitdial.train.alrs`
+    alrs            Adaptive Learning Rate Scaling of the scales: 'relative', 'literal' (floored at 0), 'layer' (a rate
+                    for each layer), 'channel' (for each scale) or 'off'; see `bitdial.train.alrs`
+    learn_scales    False keeps the scales at their start
     scale_lr        rate of the scales before ALRS; None: the same as `lr`
     scale_state     the shared weight scale's optimizer state: one, or one 'per_bits'
     scale_step      how a scale moves: 'relative' to its size, or 'absolute' as the paper has it; see
@@ -33,6 +34,7 @@ class TrainConfig(Config):
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
     cuda_graph      on a single GPU, replay the whole step as one CUDA graph
+    fused           on a single GPU, call the model through fused kernels; see `bitdial.train.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
     """
 
@@ -42,6 +44,7 @@ class TrainConfig(Config):
     optimizer: str = "adam"
     update: str = "separate"
     alrs: str = "relative"
+    learn_scales: bool = True
     scale_lr: float | None = None
     scale_state: str = "shared"
     scale_step: str = "relative"
@@ -54,6 +57,7 @@ class TrainConfig(Config):
     temperature: float = 1.0
     checkpoint_every: int | None = None
     cuda_graph: bool = True
+    fused: bool = True
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -63,7 +67,8 @@ class TrainConfig(Config):
         check_choice("scale_step", self.scale_step, SCALE_STEPS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("distill", self.distill, DISTILLATIONS)
-        check_choice("cuda_graph", self.cuda_graph, (True, False))
+        for name in ("learn_scales", "cuda_graph", "fused"):
+            check_choice(name, getattr(self, name), (True, False))
         check_choice("autocast", self.autocast, (None, "bfloat16"))
         for name, least in (("epochs", 1), ("warmup_steps", 0), ("checkpoint_every", 1)):
             value = getattr(self, name)

@@ -38,22 +38,29 @@ class ScaleGuard:
         self.bad = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
 
     @contextmanager
-    def watch(self, *, step: int, bits: int) -> Iterator[None]:
-        """Bound the update that happens inside the block, then check its outcome; on a GPU only note it."""
-        before = [s.detach().clone() for s in self.scales]
+    def watch(self, *, step: int, bits: int, shares: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
+        """Bound the update that happens inside the block, then check its outcome; on a GPU only note it.
+
+        Of the update of a scale that `shares` names, that share is taken.
+        """
+        with torch.no_grad():
+            before = list(torch._foreach_mul(self.scales, 1.0))
         yield
         with torch.no_grad():
-            self._bound(before)
+            self._bound(before, shares or {})
             now = torch.cat([s.reshape(-1) for s in self.scales])
             floor = torch.cat([f.reshape(-1) for f in self.floors])
             self.bad.logical_or_(~((now > floor) & (now < float("inf"))).all())
         if self.bad.device.type == "cpu":
             self.check(step=step, bits=bits)
 
-    def _bound(self, before: list[Tensor]) -> None:
-        if self.relative:
-            steps = torch._foreach_sub(self.scales, before)
-            torch._foreach_copy_(self.scales, torch._foreach_addcmul(before, before, steps))
+    def _bound(self, before: list[Tensor], shares: dict[Tensor, Tensor]) -> None:
+        if self.relative or shares:
+            moved = zip(self.scales, torch._foreach_sub(self.scales, before), strict=True)
+            steps = [step * shares[s] if s in shares else step for s, step in moved]
+            if self.relative:
+                torch._foreach_mul_(steps, before)
+            torch._foreach_copy_(self.scales, torch._foreach_add(before, steps))
         torch._foreach_maximum_(self.scales, torch._foreach_mul(before, 0.5))
 
     def check(self, *, step: int, bits: int) -> None:

@@ -21,9 +21,10 @@ from bitdial.nn import QuantLayer
 from bitdial.observe import Batch, call
 from bitdial.plan import dialled_layers, set_bits, unwrap
 from bitdial.train import distributed
-from bitdial.train.alrs import layer_peaks, scaled_rate
+from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
 from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller
+from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
 from bitdial.train.guard import ScaleGuard, check_loss, find_culprit
 
@@ -73,14 +74,18 @@ class JointStep:
         self.bit_choices = next(iter(self.layers.values())).bit_choices
         self.samples = samples
         self.distiller = Distiller(config, teacher=teacher, samples=samples)
+        device = next(model.parameters()).device
+        self.on_gpu = device.type == "cuda"
+        fused = self.on_gpu and config.fused and distributed.world_size() == 1
+        if fused:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.fast = FastModel(model, fused=fused)
         self.scales, self.weights = split_parameters(unwrap(model))
         if not self.weights:
             raise ConfigError("the model has no weight that requires a gradient; there is nothing to train")
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
         self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
         self.scale_optimizers = self._scale_optimizers()
-        device = next(model.parameters()).device
-        self.on_gpu = device.type == "cuda"
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
@@ -148,7 +153,7 @@ class JointStep:
                 self.loss_bad.logical_or_(~torch.isfinite(mean_loss))
             else:
                 check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
-            loss.backward()
+            self.fast.backward(loss)
             distributed.average_norms(self.model)
             self._record(report, bits, mean_loss, output, targets)
             if self.config.update == "separate":
@@ -175,36 +180,55 @@ class JointStep:
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
         device = next(self.model.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast is not None):
-            output = call(self.model, inputs)
+            output = call(self.fast, inputs)
             hard = self.loss_function(output, targets)
             return self.distiller.loss(hard, output, highest=highest, index=index), output
 
     def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
-        rate, gradients = self.rate, self._scale_gradients()
-        if self.config.scale_lr is not None:
-            rate = rate * (self.config.scale_lr / self.config.lr)
-        if self.config.alrs != "off" and gradients:
-            peak, shift = layer_peaks(gradients).mean(), self.bit_choices[0] - bits
-            if isinstance(rate, Tensor):
-                rate = scaled_rate(rate, shift=shift, peak=peak, reading=self.config.alrs)
-            else:
-                rate = scaled_rate(rate, shift=shift, peak=float(peak), reading=self.config.alrs)
-        report.scale_rate[bits] = rate
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
         _step(self.weight_optimizer, self.rate)
+        if not self.config.learn_scales:
+            report.scale_rate[bits] = 0.0
+            return
+        rate, shares = self._scale_rate(bits)
+        report.scale_rate[bits] = rate
+        if shares is not None:
+            report.scale_rate[bits] = rate * torch.stack([share.mean() for share in shares.values()]).mean()
         if self.scales:
-            with self.guard.watch(step=self.step, bits=bits):
+            with self.guard.watch(step=self.step, bits=bits, shares=shares):
                 _step(self.scale_optimizers[bits], rate)
 
-    def _scale_gradients(self) -> list[list[Tensor]]:
-        """Gradients of the scales that took part in the last pass, by layer."""
-        found = [
-            [s.grad for s in layer.active_scales() if s is not None and s.grad is not None]
-            for layer in self.layers.values()
-        ]
-        return [gradients for gradients in found if gradients]
+    def _scale_rate(self, bits: int) -> tuple[float | Tensor, dict[Tensor, Tensor] | None]:
+        """The ALRS rate of the scales at `bits` and, where they have rates of their own, each one's share of it."""
+        rate, reading, shift = self.rate, self.config.alrs, self.bit_choices[0] - bits
+        if self.config.scale_lr is not None:
+            rate = rate * (self.config.scale_lr / self.config.lr)
+        moving = self._moving_scales()
+        if reading == "off" or not moving:
+            return rate, None
+        gradients = [[s.grad for s in scales if s.grad is not None] for scales in moving]
+        peak = rate * 0.0 if reading in OWN else layer_peaks(gradients).mean()
+        if isinstance(rate, Tensor):
+            rate = scaled_rate(rate, shift=shift, peak=torch.as_tensor(peak), reading=reading)
+        else:
+            rate = scaled_rate(rate, shift=shift, peak=float(peak), reading=reading)
+        if reading not in OWN:
+            return rate, None
+        shares = own_shares(gradients, reading)
+        pairs = zip([s for scales in moving for s in scales], [s for layer in shares for s in layer], strict=True)
+        return rate, dict(pairs)
+
+    def _moving_scales(self) -> list[list[Tensor]]:
+        """The scales that took part in the last pass, by layer; one that layers share goes with the first."""
+        found: list[list[Tensor]] = []
+        seen: set[Tensor] = set()
+        for layer in self.layers.values():
+            scales = [s for s in layer.active_scales() if s is not None and s.grad is not None and s not in seen]
+            seen.update(scales)
+            found += [scales] if scales else []
+        return found
 
     def _clear_gradients(self) -> None:
         for parameter in (*self.weights, *self.scales):

@@ -1,0 +1,272 @@
+"""Convolution and batch norm for training on a GPU, each with the quantizer beside it, as differentiable functions.
+
+`convolve` quantises the weight, convolves and takes the moments that a batch norm needs; its backward pass ends with
+the gradients of the float weight and of its scale. `normalize` does batch norm, residual addition, ReLU and the next
+layer's activation quantizer in one pass. Both give the codes of the reference for the same quantizer inputs.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bitdial import functional as bf
+from bitdial.kernels.quantize import Rounding, rounding_of, use_triton, value_type
+
+MOST_CHANNELS = 64  # above, cuDNN's convolutions are good
+INDEXABLE = 2**31
+CONVOLUTION_TYPES = (torch.bfloat16, torch.float16)
+
+
+class WeightCodes(NamedTuple):
+    """How `convolve` quantises a weight: its scale, the rounding, where it clips, and the factor of the gradient."""
+
+    scale: Tensor
+    rounding: Rounding
+    unclipped: tuple[float, float]
+    gradient_scale: float
+
+    @classmethod
+    def of(cls, scale: Tensor, *, high: int, low: int, scheme: str, ties: str, gradient_scale: float) -> "WeightCodes":
+        rule = bf.scheme_of(scheme)
+        return cls(scale, rounding_of(rule, high, low, ties), bf.unclipped_range(rule, high, low), gradient_scale)
+
+
+class ActivationCodes(NamedTuple):
+    """How `normalize` quantises what it puts out: the scale, the range of codes, and the factor of the gradient."""
+
+    scale: Tensor
+    codes: tuple[int, int]
+    gradient_scale: float
+
+
+class WeightGradients:
+    """Computes weight gradients beside the rest of a backward pass, on a stream of their own.
+
+    Nothing in a backward pass waits for the gradient of a weight, and kernels of small networks leave room on the GPU.
+    `join` makes the stream that it is called on wait, and puts the gradients where autograd would have put them.
+    """
+
+    AHEAD = 4  # gradients whose inputs are kept for this stream; then the pass waits, so that memory stays bounded
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.running: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
+        self.found: list[tuple[Tensor, Tensor]] = []
+
+    def start(
+        self,
+        parameters: tuple[Tensor, ...],
+        gradients: Callable[[], tuple[Tensor, ...]],
+        inputs: tuple[Tensor, ...],
+    ) -> None:
+        """Compute `gradients()`, which reads `inputs`, for `parameters`."""
+        passing = torch.cuda.current_stream()
+        self.stream.wait_stream(passing)
+        with torch.cuda.stream(self.stream):
+            self.found += zip(parameters, gradients(), strict=True)
+        self.running.append((self.stream.record_event(), inputs))
+        if len(self.running) > self.AHEAD:
+            passing.wait_event(self.running.popleft()[0])
+
+    def join(self) -> None:
+        """Wait for all gradients (on the GPU only) and add them to those of the parameters."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for parameter, gradient in self.found:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.running.clear()
+        self.found.clear()
+
+
+class Moments(NamedTuple):
+    """Mean and sum of squared deviations (2, channels, tiles) over tiles of `rows` pixels."""
+
+    parts: Tensor
+    rows: int
+
+
+def can_convolve(conv: nn.Conv2d, x: Tensor) -> bool:
+    """Whether `convolve` serves this convolution: few channels, 16-bit values, channels last, nothing unusual."""
+    (rows, columns), (stride, other_stride), padding = conv.kernel_size, conv.stride, conv.padding
+    return (
+        use_triton(x)
+        and value_type(x) in CONVOLUTION_TYPES
+        and conv.weight.dtype == torch.float32
+        and conv.weight.is_contiguous(memory_format=torch.channels_last)
+        and max(conv.in_channels, conv.out_channels) <= MOST_CHANNELS
+        and conv.groups == 1
+        and conv.dilation == (1, 1)
+        and conv.padding_mode == "zeros"
+        and conv.bias is None
+        and rows == columns
+        and stride == other_stride
+        and isinstance(padding, tuple)
+        and padding[0] == padding[1] < rows
+        and x.numel() < INDEXABLE
+    )
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        codes: WeightCodes | None,
+        stride: int,
+        padding: int,
+        beside: WeightGradients | None,
+    ) -> tuple[Tensor, Tensor]:
+        from bitdial.kernels import triton_conv, triton_quantize
+
+        x = x.to(value_type(x), memory_format=torch.channels_last)
+        if codes is None:
+            quantized = weight.to(x.dtype)
+        else:
+            quantized = triton_quantize.weight_forward(weight, codes.scale, codes.rounding, x.dtype)
+        y, parts = triton_conv.convolve(x, quantized, stride, padding)
+        ctx.save_for_backward(x, weight, scale, quantized)
+        ctx.codes, ctx.stride, ctx.padding, ctx.beside = codes, stride, padding, beside
+        ctx.mark_non_differentiable(parts)
+        ctx.set_materialize_grads(False)
+        return y, parts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from bitdial.kernels import triton_conv, triton_quantize
+
+        x, weight, scale, quantized = ctx.saved_tensors
+        grad = grads[0].contiguous(memory_format=torch.channels_last)
+        parameters = (weight,) if scale is None else (weight, scale)
+
+        def weight_gradients() -> tuple[Tensor, ...]:
+            parts = triton_conv.weight_gradient(x, grad, quantized, ctx.stride, ctx.padding)
+            if ctx.codes is None:
+                return (parts.sum(dim=0).permute(0, 3, 1, 2),)
+            _, rounding, unclipped, gradient_scale = ctx.codes
+            return triton_quantize.weight_backward(parts, weight, scale, rounding, unclipped, gradient_scale)
+
+        dw: Tensor | None = None
+        dscale: tuple[Tensor | None, ...] = (None,)
+        if ctx.beside is not None and all(p.is_leaf and p.requires_grad for p in parameters):
+            ctx.beside.start(parameters, weight_gradients, (x, grad, quantized))
+        elif ctx.needs_input_grad[1]:
+            dw, *rest = weight_gradients()
+            dscale = tuple(rest) or (None,)
+        dx = None
+        if ctx.needs_input_grad[0] and ctx.stride == 1:
+            dx = triton_conv.input_gradient(grad, quantized, ctx.padding)
+        elif ctx.needs_input_grad[0]:
+            stride, padding = [ctx.stride] * 2, [ctx.padding] * 2
+            dx = torch.ops.aten.convolution_backward(
+                grad, x, quantized, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
+            )[0]
+        return dx, dw, *dscale, None, None, None, None
+
+
+def convolve(
+    x: Tensor, conv: nn.Conv2d, weight: Tensor, codes: WeightCodes | None, beside: WeightGradients | None
+) -> tuple[Tensor, Moments]:
+    """The convolution of x with `weight` (quantised on the way if there are `codes`) as `conv` has it, and its moments.
+
+    Only where `can_convolve`. With `beside`, the gradients of parameters go there.
+    """
+    from bitdial.kernels.triton_conv import PIXELS
+
+    assert isinstance(conv.padding, tuple)
+    scale = None if codes is None else codes.scale
+    y, parts = _Convolution.apply(x, weight, scale, codes, conv.stride[0], conv.padding[0], beside)
+    return y, Moments(parts, PIXELS)
+
+
+def can_normalize(norm: nn.BatchNorm2d, x: Tensor) -> bool:
+    """Whether `normalize` serves this norm: a training batch norm with statistics, over images with channels last."""
+    return (
+        norm.training
+        and norm.affine
+        and norm.track_running_stats
+        and norm.momentum is not None
+        and norm.weight.dtype == torch.float32
+        and use_triton(x)
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and 0 < x.numel() < INDEXABLE
+        and x.numel() > x.shape[1]
+    )
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        other: Tensor | None,
+        scale: Tensor | None,
+        norm: nn.BatchNorm2d,
+        moments: Moments | None,
+        cap: float | None,
+        codes: ActivationCodes | None,
+        keep: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        from bitdial.kernels import triton_norm
+
+        if other is not None:
+            other = other.to(x.dtype, memory_format=torch.channels_last)
+        if moments is None:
+            moments = Moments(triton_norm.moments(x), triton_norm.default_tile_rows(x))
+        mean, var, seen = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        assert mean is not None
+        assert var is not None
+        assert seen is not None
+        assert norm.momentum is not None
+        lines = triton_norm.norm_forward(
+            x, moments.parts, moments.rows, gamma, beta, (mean, var, seen), eps=norm.eps, momentum=norm.momentum
+        )
+        ctx.limits = {"cap": cap, "codes": (0, 0) if codes is None else codes.codes}
+        value, quantized = triton_norm.apply_forward(
+            x, lines, other, scale, keep=keep or other is not None, dtype=value_type(x), **ctx.limits
+        )
+        ctx.save_for_backward(x, value if other is not None else None, lines, scale)
+        ctx.residual, ctx.gradient_scale = other is not None, 1.0 if codes is None else codes.gradient_scale
+        ctx.set_materialize_grads(False)
+        return value, quantized
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from bitdial.kernels import triton_norm
+
+        x, value, lines, scale = ctx.saved_tensors
+        grad, grad_quantized = (None if g is None else g.to(x.dtype, memory_format=torch.channels_last) for g in grads)
+        both = grad is not None and grad_quantized is not None
+        dx, dother, dgamma, dbeta, dscale = triton_norm.backward(
+            grad, grad_quantized, x, value, lines, scale,
+            keep=ctx.residual or both, gradient_scale=ctx.gradient_scale, **ctx.limits,
+        )  # fmt: skip
+        return dx, dgamma, dbeta, dother if ctx.residual else None, dscale, None, None, None, None, None
+
+
+def normalize(
+    x: Tensor,
+    norm: nn.BatchNorm2d,
+    *,
+    moments: Moments | None,
+    other: Tensor | None,
+    cap: float | None,
+    codes: ActivationCodes | None,
+    keep: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Batch norm of x plus `other`, clipped to [0, cap] unless that is None: the value, and it quantised by `codes`.
+
+    The value is None unless it is to be kept, the quantised form unless there are `codes`. Updates the running
+    statistics. Only where `can_normalize`.
+    """
+    scale = None if codes is None else codes.scale
+    value, quantized = _Norm.apply(x, norm.weight, norm.bias, other, scale, norm, moments, cap, codes, keep)
+    return value if keep else None, quantized

@@ -1,0 +1,417 @@
+"""Triton kernels of batch norm in training with all that follows it: residual, ReLU, quantizer, in one pass.
+
+Memory is channels last, seen as (rows, channels). Forward: moments of tiles (often given by the convolution before),
+a small kernel that joins them, and one pass that reads x and writes the value, its quantised form, or both. Backward:
+one pass that sums the gradients of the norm and of the quantizer's scale, a small kernel that joins the sums, one pass
+that writes the gradient of x. What a gradient needs of the forward pass is computed again, with the same operations
+in the same order, so that a code is the same both times.
+
+Partial sums go to memory and are added in a fixed order: gradients repeat from run to run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
+
+ELEMENTS = 2048  # of a tile
+WARPS = 4
+PROGRAMS = 528  # that share the sums of a backward pass: four for each multiprocessor of an H200
+
+
+@triton.jit
+def _tile(rows, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Channels (BLOCK_C,), offsets and mask (BLOCK_R, BLOCK_C) of this program's tile."""
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    return c, r[:, None] * C + c[None, :], (r < rows)[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def _moments(x_ptr, out_ptr, rows, tiles, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    c, at, live = _tile(rows, C, BLOCK_R, BLOCK_C)
+    tile = tl.program_id(0)
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    mean = tl.sum(x, axis=0) / tl.minimum(rows - tile * BLOCK_R, BLOCK_R).to(tl.float32)
+    off = tl.where(live, x - mean[None, :], 0.0)
+    tl.store(out_ptr + c * tiles + tile, mean, mask=c < C)
+    tl.store(out_ptr + (C + c) * tiles + tile, tl.sum(off * off, axis=0), mask=c < C)
+
+
+@triton.jit
+def _join_moments(  # type: ignore[no-untyped-def]
+    moments_ptr,
+    gamma_ptr,
+    beta_ptr,
+    running_mean_ptr,
+    running_var_ptr,
+    seen_ptr,
+    out_ptr,
+    rows,
+    tiles,
+    tile_rows,
+    eps,
+    momentum,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    c = tl.program_id(0)
+    total = 0.0
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        count = tl.minimum(rows - at * tile_rows, tile_rows).to(tl.float32)
+        total += tl.sum(tl.load(moments_ptr + c * tiles + at, mask=at < tiles, other=0.0) * count)
+    mean = total / rows.to(tl.float32)
+    squares = 0.0
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        live = at < tiles
+        count = tl.minimum(rows - at * tile_rows, tile_rows).to(tl.float32)
+        off = tl.load(moments_ptr + c * tiles + at, mask=live, other=0.0) - mean
+        within = tl.load(moments_ptr + (C + c) * tiles + at, mask=live, other=0.0)
+        squares += tl.sum(tl.where(live, within + count * off * off, 0.0))
+    var = squares / rows.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(var + eps)
+    slope = tl.load(gamma_ptr + c) * inverse
+    tl.store(out_ptr + c, mean)
+    tl.store(out_ptr + C + c, inverse)
+    tl.store(out_ptr + 2 * C + c, slope)
+    tl.store(out_ptr + 3 * C + c, tl.load(beta_ptr + c) - mean * slope)
+    old_mean, old_var = tl.load(running_mean_ptr + c), tl.load(running_var_ptr + c)
+    tl.store(running_mean_ptr + c, old_mean + momentum * (mean - old_mean))
+    unbiased = squares / tl.maximum(rows - 1, 1).to(tl.float32)
+    tl.store(running_var_ptr + c, old_var + momentum * (unbiased - old_var))
+    if c == 0:
+        tl.store(seen_ptr, tl.load(seen_ptr) + 1)
+
+
+@triton.jit
+def _value(x, slope, shift, other, cap, RESIDUAL: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    v = tl.fma(x, slope, shift)
+    if RESIDUAL:
+        v += other
+    if ACT:
+        v = _clip(v, 0.0, cap)
+    return v
+
+
+@triton.jit
+def _apply(  # type: ignore[no-untyped-def]
+    x_ptr,
+    other_ptr,
+    norm_ptr,
+    scale_ptr,
+    value_ptr,
+    quantized_ptr,
+    rows,
+    cap,
+    least,
+    most,
+    C: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACT: tl.constexpr,
+    KEEP: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c, at, live = _tile(rows, C, BLOCK_R, BLOCK_C)
+    slope = tl.load(norm_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
+    shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    other = 0.0
+    if RESIDUAL:
+        other = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32)
+    v = _value(x, slope, shift, other, cap, RESIDUAL, ACT).to(value_ptr.dtype.element_ty)
+    if KEEP:
+        tl.store(value_ptr + at, v, mask=live)
+    if QUANTIZE:
+        scale = tl.load(scale_ptr)
+        q = _nearest(_clip(_ratio(v.to(tl.float32), scale, least, most), least, most))
+        tl.store(quantized_ptr + at, (q * scale).to(quantized_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gradient(  # type: ignore[no-untyped-def]
+    g_ptr,
+    gq_ptr,
+    v,
+    scale_ptr,
+    at,
+    live,
+    cap,
+    least,
+    most,
+    ACT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
+    """The gradient that reaches the norm's output, and the terms of the scale's gradient."""
+    g = tl.zeros_like(v)
+    terms = tl.zeros_like(v)
+    if DIRECT:
+        g += tl.load(g_ptr + at, mask=live, other=0.0).to(tl.float32)
+    if QUANTIZE:
+        gq = tl.load(gq_ptr + at, mask=live, other=0.0).to(tl.float32)
+        ratio = _ratio(v, tl.load(scale_ptr), least, most)
+        inside = (ratio > least) & (ratio < most)
+        g += tl.where(inside, gq, 0.0)
+        terms = gq * (_nearest(_clip(ratio, least, most)) - tl.where(inside, ratio, 0.0))
+    if ACT:
+        g = tl.where((v > 0.0) & (v < cap), g, 0.0)
+    return g, terms
+
+
+@triton.jit
+def _backward_sums(  # type: ignore[no-untyped-def]
+    g_ptr,
+    gq_ptr,
+    x_ptr,
+    value_ptr,
+    norm_ptr,
+    scale_ptr,
+    total_ptr,
+    sums_ptr,
+    scale_sums_ptr,
+    rows,
+    share,
+    parts,
+    cap,
+    least,
+    most,
+    C: tl.constexpr,
+    STORED: tl.constexpr,
+    ACT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    part = tl.program_id(0)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mean = tl.load(norm_ptr + c, mask=c < C, other=0.0)[None, :]
+    inverse = tl.load(norm_ptr + C + c, mask=c < C, other=0.0)[None, :]
+    slope = tl.load(norm_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
+    shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
+    plain = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    dotted = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    scaled = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for start in range(part * share, tl.minimum((part + 1) * share, rows), BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        at = r[:, None] * C + c[None, :]
+        live = (r < rows)[:, None] & (c < C)[None, :]
+        x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+        if STORED:
+            v = tl.load(value_ptr + at, mask=live, other=0.0).to(tl.float32)
+        else:
+            v = _value(x, slope, shift, 0.0, cap, False, ACT).to(x_ptr.dtype.element_ty).to(tl.float32)
+        g, terms = _gradient(g_ptr, gq_ptr, v, scale_ptr, at, live, cap, least, most, ACT, DIRECT, QUANTIZE)
+        if KEEP:
+            kept = g.to(total_ptr.dtype.element_ty)
+            tl.store(total_ptr + at, kept, mask=live)
+            g = kept.to(tl.float32)
+        plain += g
+        dotted += g * ((x - mean) * inverse)
+        if QUANTIZE:
+            scaled += terms
+    tl.store(sums_ptr + c * parts + part, tl.sum(plain, axis=0), mask=c < C)
+    tl.store(sums_ptr + (C + c) * parts + part, tl.sum(dotted, axis=0), mask=c < C)
+    if QUANTIZE:
+        tl.store(scale_sums_ptr + tl.program_id(1) * parts + part, tl.sum(scaled))
+
+
+@triton.jit
+def _join_sums(  # type: ignore[no-untyped-def]
+    sums_ptr,
+    scale_sums_ptr,
+    norm_ptr,
+    dgamma_ptr,
+    dbeta_ptr,
+    dscale_ptr,
+    out_ptr,
+    rows,
+    parts,
+    scale_parts,
+    gradient_scale,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    c = tl.program_id(0)
+    if c < C:
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        dotted = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, parts, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            total += tl.load(sums_ptr + c * parts + at, mask=at < parts, other=0.0)
+            dotted += tl.load(sums_ptr + (C + c) * parts + at, mask=at < parts, other=0.0)
+        dbeta, dgamma = tl.sum(total), tl.sum(dotted)
+        tl.store(dbeta_ptr + c, dbeta)
+        tl.store(dgamma_ptr + c, dgamma)
+        slope = tl.load(norm_ptr + 2 * C + c)
+        count = rows.to(tl.float32)
+        tl.store(out_ptr + c, slope * (dbeta / count))
+        tl.store(out_ptr + C + c, slope * tl.load(norm_ptr + C + c) * (dgamma / count))
+    else:  # one program more, if there is a scale
+        terms = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, scale_parts, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            terms += tl.load(scale_sums_ptr + at, mask=at < scale_parts, other=0.0)
+        tl.store(dscale_ptr, tl.sum(terms) * gradient_scale)
+
+
+@triton.jit
+def _backward_apply(  # type: ignore[no-untyped-def]
+    g_ptr,
+    gq_ptr,
+    x_ptr,
+    norm_ptr,
+    scale_ptr,
+    sums_ptr,
+    dx_ptr,
+    rows,
+    cap,
+    least,
+    most,
+    C: tl.constexpr,
+    ACT: tl.constexpr,
+    DIRECT: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c, at, live = _tile(rows, C, BLOCK_R, BLOCK_C)
+    mean = tl.load(norm_ptr + c, mask=c < C, other=0.0)[None, :]
+    slope = tl.load(norm_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
+    x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
+    v = x
+    if ACT or QUANTIZE:
+        shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
+        v = _value(x, slope, shift, 0.0, cap, False, ACT).to(x_ptr.dtype.element_ty).to(tl.float32)
+    g, _ = _gradient(g_ptr, gq_ptr, v, scale_ptr, at, live, cap, least, most, ACT, DIRECT, QUANTIZE)
+    plain = tl.load(sums_ptr + c, mask=c < C, other=0.0)[None, :]
+    tilted = tl.load(sums_ptr + C + c, mask=c < C, other=0.0)[None, :]
+    dx = slope * g - plain - (x - mean) * tilted
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=live)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+def _grid(x: Tensor) -> tuple[int, int, tuple[int, int], dict[str, int]]:
+    """Rows, channels, grid and tile sizes."""
+    channels = x.shape[1]
+    rows = x.numel() // channels
+    block_c = min(triton.next_power_of_2(channels), 64)
+    block_r = ELEMENTS // block_c
+    grid = (triton.cdiv(rows, block_r), triton.cdiv(channels, block_c))
+    return rows, channels, grid, {"C": channels, "BLOCK_R": block_r, "BLOCK_C": block_c, "num_warps": WARPS}
+
+
+def moments(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations (2, channels, tiles) of each channel over each tile of rows."""
+    rows, channels, grid, blocks = _grid(x)
+    out = torch.empty((2, channels, grid[0]), dtype=torch.float32, device=x.device)
+    _moments[grid](x, out, rows, grid[0], **blocks)
+    return out
+
+
+def norm_forward(
+    x: Tensor,
+    parts: Tensor,
+    tile_rows: int,
+    gamma: Tensor,
+    beta: Tensor,
+    running: tuple[Tensor, Tensor, Tensor],
+    *,
+    eps: float,
+    momentum: float,
+) -> Tensor:
+    """Mean, 1 / deviation, slope and shift (4, channels) from the moments of tiles; updates the `running` ones."""
+    channels, tiles = parts.shape[1:]
+    out = torch.empty((4, channels), dtype=torch.float32, device=x.device)
+    _join_moments[(channels,)](
+        parts, gamma, beta, *running, out, x.numel() // channels, tiles, tile_rows, eps, momentum,
+        C=channels, BLOCK=min(triton.next_power_of_2(tiles), 4096),
+    )  # fmt: skip
+    return out
+
+
+def default_tile_rows(x: Tensor) -> int:
+    """The rows of a tile of `moments(x)`."""
+    return _grid(x)[3]["BLOCK_R"]
+
+
+def apply_forward(
+    x: Tensor,
+    norm: Tensor,
+    other: Tensor | None,
+    scale: Tensor | None,
+    *,
+    cap: float | None,
+    codes: tuple[int, int],
+    keep: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The normalised value with `other` added, clipped to [0, cap] (None: not at all), and its quantised form.
+
+    The value is there if `keep`, the quantised form, in `dtype`, if there is a `scale`.
+    """
+    rows, _, grid, blocks = _grid(x)
+    value = torch.empty_like(x) if keep else None
+    quantized = torch.empty_like(x, dtype=dtype) if scale is not None else None
+    _apply[grid](
+        x, x if other is None else other, norm, norm if scale is None else scale, x if value is None else value,
+        x if quantized is None else quantized, rows, 0.0 if cap is None else cap, float(codes[0]), float(codes[1]),
+        RESIDUAL=other is not None, ACT=cap is not None, KEEP=keep, QUANTIZE=scale is not None, **blocks,
+    )  # fmt: skip
+    return value, quantized
+
+
+def backward(
+    grad: Tensor | None,
+    grad_quantized: Tensor | None,
+    x: Tensor,
+    value: Tensor | None,
+    norm: Tensor,
+    scale: Tensor | None,
+    *,
+    cap: float | None,
+    codes: tuple[int, int],
+    keep: bool,
+    gradient_scale: float,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, of the residual (if `keep`), of gamma, beta and the scale.
+
+    `grad` is that of the value, `grad_quantized` that of its quantised form; `value` is what the forward pass kept,
+    None to compute it again (only without a residual).
+    """
+    rows, channels, grid, blocks = _grid(x)
+    quantize = scale is not None and grad_quantized is not None
+    total = torch.empty_like(x) if keep else None
+    share = triton.cdiv(grid[0], max(PROGRAMS // grid[1], 1)) * blocks["BLOCK_R"]
+    parts = triton.cdiv(rows, share)
+    sums = torch.empty((2, channels, parts), dtype=torch.float32, device=x.device)
+    scale_sums = torch.empty(parts * grid[1] if quantize else 0, dtype=torch.float32, device=x.device)
+    limits = (0.0 if cap is None else cap, float(codes[0]), float(codes[1]))
+    kind = {"ACT": cap is not None, "DIRECT": grad is not None, "QUANTIZE": quantize}
+    sources = (x if grad is None else grad, grad_quantized if quantize else x)
+    step = scale if quantize else norm
+    _backward_sums[(parts, grid[1])](
+        *sources, x, x if value is None else value, norm, step, x if total is None else total, sums, scale_sums, rows,
+        share, parts, *limits, STORED=value is not None, KEEP=keep, **kind, **blocks,
+    )  # fmt: skip
+    dgamma, dbeta, dscale, joined = (
+        torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (channels, channels, 1, (2, channels))
+    )
+    _join_sums[(channels + quantize,)](
+        sums, scale_sums, norm, dgamma, dbeta, dscale, joined, rows, parts, scale_sums.numel(), gradient_scale,
+        C=channels, BLOCK=min(triton.next_power_of_2(parts), 1024),
+    )  # fmt: skip
+    dx = torch.empty_like(x)
+    if total is not None:
+        sources, kind = (total, x), {"ACT": False, "DIRECT": True, "QUANTIZE": False}
+    _backward_apply[grid](*sources, x, norm, step, joined, dx, rows, *limits, **kind, **blocks)
+    return dx, total, dgamma, dbeta, dscale if quantize else None

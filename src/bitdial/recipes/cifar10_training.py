@@ -1,0 +1,170 @@
+"""ResNet20 (the paper's setting) and MobileNetV2 on CIFAR-10: float first, then all widths jointly."""
+
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitdial._version import __version__
+from bitdial.artifact import save
+from bitdial.config import QuantConfig
+from bitdial.functional import scheme_of
+from bitdial.models import build_model
+from bitdial.prepare import prepare
+from bitdial.recipes.cifar10 import Split, cifar10_data
+from bitdial.recipes.float_training import train_float
+from bitdial.recipes.outcome import (
+    RecipeOptions,
+    RecipeOutcome,
+    add_result,
+    run_name,
+    settings_of,
+    write_history,
+)
+from bitdial.train import ArrayData, History, Shift, TrainConfig, accuracy, batched, evaluate, train
+
+BATCH = 256
+EPOCHS = 90
+FLOAT_LR = 0.1
+LR = 1e-3
+NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet20": ("resnet20", {}),
+    "resnet56": ("resnet56", {}),
+    "mobilenetv2": ("mobilenet_v2", {"num_classes": 10, "small_input": True, "dropout": 0.0}),
+}
+
+
+def cifar10_resnet20(options: RecipeOptions) -> RecipeOutcome:
+    """Train ResNet20 in float (kept in `options.out` for other runs) and jointly; save the artifact, add a result row.
+
+    With `options.holdout`, train on 45,000 images and evaluate on the other 5,000: for choices. Without, train on all
+    50,000 and evaluate on the test set after the last epoch; with `options.history` after each, which decides nothing.
+    """
+    return _train_on_cifar10("resnet20", options)
+
+
+def cifar10_mobilenetv2(options: RecipeOptions) -> RecipeOutcome:
+    """The same with MobileNetV2, its first two strides taken out for images of 32 x 32, without dropout."""
+    return _train_on_cifar10("mobilenetv2", options)
+
+
+def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        return _run(network, options)
+
+
+def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
+    float_epochs = options.epochs or EPOCHS
+    settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
+    device = _device()
+    quant = QuantConfig(**settings_of(QuantConfig, settings))
+    config = TrainConfig(**settings_of(TrainConfig, settings), autocast=_autocast(device))
+    images, held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
+    test = batched(*held, batch_size=1000)
+
+    float_model = _float_model(network, images, settings, options.out)
+    teacher = float_model if options.distill == "teacher" else None
+    if options.teacher is not None:
+        teacher = _float_model(options.teacher, images, settings, options.out)
+    model = prepare(float_model, quant, images[0][:1024])
+    recipe = f"cifar10-{network}"
+    run = run_name(options.name or recipe, changed)
+    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
+    history = train(
+        model,
+        _data(images, settings["batch"], options.seed),
+        config,
+        teacher=teacher,
+        evaluate_on=test if options.history else None,
+        checkpoint=checkpoint,
+        progress=options.progress,
+    )
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        float_top1 = accuracy(float_model, test)
+        top1 = evaluate(model, test, options.bit_choices)
+    metrics = {"recipe": recipe, "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}
+    save(model, artifact, metrics=metrics)
+    others = changed if network == "resnet20" else {"model": network, **changed}
+    row = _row(settings, others, metrics, history, device) | {"command": options.command}
+    if options.history is not None:
+        write_history(options.history, history, row)
+    if options.results is not None:
+        add_result(options.results, row)
+    checkpoint.unlink()
+    return RecipeOutcome(
+        model=model,
+        float_model=float_model,
+        artifact=artifact,
+        history=history,
+        float_top1=float_top1,
+        top1=top1,
+        test=test,
+    )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _autocast(device: torch.device) -> str | None:
+    return "bfloat16" if device.type == "cuda" else None
+
+
+def _data(split: Split, batch: int, seed: int) -> ArrayData:
+    return ArrayData(*split, batch_size=batch, seed=seed, augment=Shift(pixels=4, flip=True))
+
+
+def _float_model(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
+    """`network` trained in float, or taken from `folder`, where it is kept for other runs."""
+    name, arguments = NETWORKS[network]
+    seed, epochs, device = settings["seed"], settings["float_epochs"], split[0].device
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build_model(name, **arguments).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    train_float(
+        model,
+        _data(split, BATCH, seed),
+        epochs=epochs,
+        lr=FLOAT_LR,
+        weight_decay=5e-4,
+        optimizer="sgd",
+        checkpoint=folder / f"float-{network}-{'holdout-' if settings['holdout'] else ''}{seed}-{epochs}.ckpt",
+        autocast=_autocast(device),
+    )
+    return model
+
+
+def _row(
+    settings: dict[str, Any],
+    changed: dict[str, Any],
+    metrics: dict[str, Any],
+    history: History,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The result row: the settings that every row has, others only where they are `changed`, and the outcome."""
+    stopped = {b: [row["stopped"][b] for row in history.rows] for b in history.rows[0]["stopped"]}
+    always = {
+        "scheme": settings["scheme"],
+        "alrs": settings["alrs"],
+        "kd": settings["distill"],
+        "start": settings["start"],
+        "lr": settings["lr"],
+        "bit_choices": list(settings["bit_choices"]),
+        "seed": settings["seed"],
+        "epochs": settings["epochs"],
+        "split": "holdout" if settings["holdout"] else "test",
+    }
+    return {
+        **always,
+        **{name: value for name, value in changed.items() if name not in (*always, "distill", "holdout")},
+        "float_top1": round(100 * metrics["float_top1"], 2),
+        "top1": {bits: round(100 * value, 2) for bits, value in metrics["top1"].items()},
+        "stopped": {bits: round(statistics.fmean(shares), 4) for bits, shares in stopped.items()},
+        "epoch_seconds": round(sorted(row["seconds"] for row in history.rows)[len(history.rows) // 2], 3),
+        "stored_bits": settings["bit_choices"][0] if scheme_of(settings["scheme"]).narrows else 32,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "versions": {"bitdial": __version__, "python": platform.python_version(), "torch": torch.__version__},
+    }

@@ -1,0 +1,254 @@
+"""The fast path of training on a GPU: the same model, called through kernels that do several of its layers at once.
+
+`FastModel` traces the model (torch.fx) and puts two kinds of nodes into the graph: a convolution that quantises its
+weight and takes the moments of its output, and a batch norm that goes on with the residual addition, the ReLU and the
+activation quantizer of the convolution behind it. Parameters, statistics and the selected widths stay in the model's
+own modules, so the dial, the optimizers and checkpoints know nothing of it. Where a node meets something that the
+kernels do not serve, it runs the modules that it replaced. A model that cannot be traced is called as it is.
+"""
+
+import logging
+import math
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from bitdial import functional as bf
+from bitdial.kernels.fused import (
+    ActivationCodes,
+    Moments,
+    WeightCodes,
+    WeightGradients,
+    can_convolve,
+    can_normalize,
+    convolve,
+    normalize,
+)
+from bitdial.nn import QuantConv2d, QuantLayer, SwitchableBatchNorm
+
+log = logging.getLogger(__name__)
+
+ADDITIONS = (operator.add, torch.add, "add")
+IN_PLACE_ADDITIONS = (operator.iadd, "add_")
+CAPS: dict[Any, float] = {
+    nn.ReLU: math.inf,
+    nn.ReLU6: 6.0,
+    F.relu: math.inf,
+    F.relu6: 6.0,
+    torch.relu: math.inf,
+    torch.relu_: math.inf,
+    "relu": math.inf,
+    "relu_": math.inf,
+}
+
+
+class FusedConv(nn.Module):
+    """Calls a convolution; gives its output and, where the kernels served it, the moments of that."""
+
+    def __init__(self, conv: nn.Conv2d, beside: WeightGradients | None):
+        super().__init__()
+        self._conv = (conv,)  # not a submodule: the model owns it
+        self.beside = beside
+        self.takes_quantized = False
+
+    @property
+    def conv(self) -> nn.Conv2d:
+        """The convolution, the model's own."""
+        return self._conv[0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Moments | None]:
+        """The convolution of x, which is quantised already if `takes_quantized`."""
+        conv, codes = self.conv, None
+        weight = conv.weight
+        if isinstance(conv, QuantConv2d):
+            quantizer, bits = conv.weight_quantizer, conv.weight_bits
+            if conv.act_quantizer is not None and not self.takes_quantized:
+                x = conv.act_quantizer(x, conv.act_bits)
+            if quantizer.rule.scale != "derived" and can_convolve(conv, x):
+                codes = WeightCodes.of(**quantizer.settings(weight, bits))
+            else:
+                weight = quantizer(weight, bits)
+        if can_convolve(conv, x):
+            return convolve(x, conv, weight, codes, self.beside)
+        return conv._conv_forward(x, weight, conv.bias), None
+
+    def quantizer_kind(self) -> str | None:
+        """The kind of its activation quantizer, None if it has none."""
+        quantizer = self.conv.act_quantizer if isinstance(self.conv, QuantConv2d) else None
+        return None if quantizer is None else quantizer.kind
+
+
+class FusedNorm(nn.Module):
+    """Calls a batch norm and what follows: a residual addition, a ReLU, the quantizer of the layer behind.
+
+    `cap` is the upper bound of the ReLU, None if there is none; `keep` says whether the value itself is needed.
+    """
+
+    def __init__(self, norm: nn.Module, *, cap: float | None, layer: QuantLayer | None, keep: bool):
+        super().__init__()
+        self._owned = (norm, layer)  # not submodules: the model owns them
+        self.cap, self.keep = cap, keep
+
+    def forward(self, x: Tensor, moments: Moments | None, other: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The value (if kept) and what the layer behind takes (if there is one)."""
+        norm, layer = self._owned
+        if isinstance(norm, SwitchableBatchNorm):
+            norm = norm.sets[str(norm.bits)]
+        if isinstance(norm, nn.BatchNorm2d) and can_normalize(norm, x) and (other is None or other.shape == x.shape):
+            codes = None if layer is None else _activation_codes(layer, x)
+            return normalize(x, norm, moments=moments, other=other, cap=self.cap, codes=codes, keep=self.keep)
+        value = norm(x)
+        if other is not None:
+            value = value + other
+        if self.cap is not None:
+            value = F.relu(value) if self.cap == math.inf else F.hardtanh(value, 0.0, self.cap)
+        if layer is None or layer.act_quantizer is None:
+            return value, None
+        return value, layer.act_quantizer(value, layer.act_bits)
+
+
+def _activation_codes(layer: QuantLayer, x: Tensor) -> ActivationCodes:
+    quantizer, bits = layer.act_quantizer, layer.act_bits
+    assert quantizer is not None
+    codes = bf.code_range(bits, signed=quantizer.kind == "signed")
+    return ActivationCodes(quantizer.scales[str(bits)], codes, quantizer.gradient_scale(x, bits))
+
+
+class _Tracer(fx.Tracer):
+    """Does not look into bitdial's layers, nor into those of PyTorch."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, QuantLayer | SwitchableBatchNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+class FastModel:
+    """Calls a model, and runs backward passes, on the fast path if there is one; shares all of the model's modules."""
+
+    def __init__(self, model: nn.Module, *, fused: bool):
+        self.model = model
+        on_gpu = next(model.parameters()).is_cuda
+        self.beside = WeightGradients() if fused and on_gpu else None
+        if fused:
+            self.model = _fuse(model, self.beside)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model."""
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Fill the gradients of the parameters."""
+        loss.backward()
+        if self.beside is not None:
+            self.beside.join()
+
+
+def _fuse(model: nn.Module, beside: WeightGradients | None) -> nn.Module:
+    """`model` with fused nodes, or `model` itself where that cannot be."""
+    hooks = (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    if any(hooks) or any(p._backward_hooks for p in model.parameters()):
+        log.info("training runs without fused kernels: the model has hooks, which they would pass by")
+        return model
+    try:
+        fast = fx.GraphModule(model, _Tracer().trace(model))
+    except Exception as problem:  # whatever the model's code does with a proxy
+        log.info("training runs without fused kernels: the model cannot be traced (%s)", problem)
+        return model
+    for node in list(fast.graph.nodes):
+        if node.op == "call_module" and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
+            _replace_conv(fast, node, beside)
+    for node in list(fast.graph.nodes):
+        if node.op == "call_module" and _is_norm(_module(fast, node)):
+            _replace_norm(fast, node)
+    fast.graph.lint()
+    fast.recompile()
+    return fast
+
+
+def _replace_conv(fast: fx.GraphModule, node: fx.Node, beside: WeightGradients | None) -> None:
+    conv = _module(fast, node)
+    assert isinstance(conv, nn.Conv2d)
+    with fast.graph.inserting_before(node):
+        fused = _insert(fast, FusedConv(conv, beside), node.args)
+        out = fast.graph.call_function(operator.getitem, (fused, 0))
+    node.replace_all_uses_with(out)
+    fast.graph.erase_node(node)
+
+
+def _replace_norm(fast: fx.GraphModule, norm: fx.Node) -> None:
+    """Replace `norm`, and what can follow in the same pass."""
+    chain, other, cap = [norm], None, None
+    user = _only_user(norm)
+    if user is not None and (other := _added(norm, user)) is not None:
+        chain.append(user)
+        user = _only_user(user)
+    if user is not None and (cap := _cap(fast, user)) is not None:
+        chain.append(user)
+    last, source = chain[-1], norm.args[0]
+    reader = next((user for user in last.users if _quantizes(fast, user)), None)
+    layer = None if reader is None else _fused_conv(fast, reader).conv
+    assert layer is None or isinstance(layer, QuantLayer)
+    module = FusedNorm(_module(fast, norm), cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
+
+    with fast.graph.inserting_before(last):
+        moments = None
+        if isinstance(source, fx.Node) and source.target is operator.getitem and _is_fused_conv(fast, source.args[0]):
+            moments = fast.graph.call_function(operator.getitem, (source.args[0], 1))
+        fused = _insert(fast, module, (source, moments, other))
+        if reader is not None:
+            _fused_conv(fast, reader).takes_quantized = True
+            reader.args = (fast.graph.call_function(operator.getitem, (fused, 1)),)
+        if last.users:
+            last.replace_all_uses_with(fast.graph.call_function(operator.getitem, (fused, 0)))
+    for node in reversed(chain):
+        fast.graph.erase_node(node)
+
+
+def _insert(fast: fx.GraphModule, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
+    name = f"fused_{sum(1 for n in fast._modules if n.startswith('fused_'))}"
+    fast.add_module(name, module)
+    return fast.graph.call_module(name, args)
+
+
+def _module(fast: fx.GraphModule, node: fx.Node) -> nn.Module:
+    return fast.get_submodule(str(node.target))
+
+
+def _fused_conv(fast: fx.GraphModule, node: fx.Node) -> FusedConv:
+    module = _module(fast, node)
+    assert isinstance(module, FusedConv)
+    return module
+
+
+def _is_fused_conv(fast: fx.GraphModule, node: object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(_module(fast, node), FusedConv)
+
+
+def _quantizes(fast: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether `node` is a convolution whose activation quantizer the norm before it can do."""
+    return _is_fused_conv(fast, node) and _fused_conv(fast, node).quantizer_kind() in ("unsigned", "signed")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    norms = module.sets.values() if isinstance(module, SwitchableBatchNorm) else [module]
+    return all(type(norm) is nn.BatchNorm2d for norm in norms)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _added(node: fx.Node, user: fx.Node) -> fx.Node | None:
+    """What `user` adds to `node`, None if it is no plain addition of two tensors."""
+    in_place = user.target in IN_PLACE_ADDITIONS and user.args[0] is node
+    if not (in_place or user.target in ADDITIONS) or user.kwargs or len(user.args) != 2:
+        return None
+    others = [argument for argument in user.args if argument is not node]
+    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
+
+
+def _cap(fast: fx.GraphModule, node: fx.Node) -> float | None:
+    """The upper bound of the ReLU that `node` is, None if it is none."""
+    return CAPS.get(type(_module(fast, node)) if node.op == "call_module" else node.target)
