@@ -1,5 +1,6 @@
 """One batch at all widths: both algorithms against a plain re-implementation, and everything that must not move."""
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -14,12 +15,14 @@ from bitdial.config import QuantConfig
 from bitdial.errors import ConfigError, PlanError, TrainingError
 from bitdial.plan import get_bits, set_bits
 from bitdial.prepare import prepare
+from bitdial.train import ArrayData, train
 from bitdial.train.config import TrainConfig
 from bitdial.train.guard import ScaleGuard
 from bitdial.train.steps import JointStep, split_parameters
 
 MakeModel = Callable[..., nn.Module]
 MakeImages = Callable[..., tuple[Tensor, Tensor]]
+MakeData = Callable[..., ArrayData]
 BITS = (8, 4, 2)
 
 
@@ -79,18 +82,34 @@ class Reference:
     def rate(self) -> float:
         return self.config.lr * (1 + math.cos(math.pi * self.step / self.total_steps)) / 2
 
+    def clipped(self, gradients: dict[str, Tensor], bits: int) -> list[dict[str, Tensor]]:
+        """The gradients of each layer's two scales, so that the norm of both together is at most 1."""
+        found = []
+        for layer in ("conv", "hidden"):
+            names = f"{layer}.weight_quantizer.scale", f"{layer}.act_quantizer.scales.{bits}"
+            norm = float(torch.cat([gradients[name].reshape(-1) for name in names]).norm())
+            found.append({name: gradients[name] / max(norm, 1.0) for name in names})
+        return found
+
+    def shares(self, gradients: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+        """What each scale takes of the rate: 1 less its layer's largest clipped gradient, or less its own."""
+        found = {}
+        for layer in self.clipped(gradients, bits) if self.config.alrs in ("layer", "channel") else []:
+            largest = max(float(gradient.abs().max()) for gradient in layer.values())
+            for name, gradient in layer.items():
+                g = gradient.abs() if self.config.alrs == "channel" else torch.full_like(gradient, largest)
+                found[name] = 1 - g
+        return found
+
     def scale_rate(self, gradients: dict[str, Tensor], bits: int) -> float:
         rate = self.rate() * (self.config.scale_lr or self.config.lr) / self.config.lr
         if self.config.alrs == "off":
             return rate
-        peaks = []
-        for layer in ("conv", "hidden"):
-            mine = [gradients[f"{layer}.weight_quantizer.scale"], gradients[f"{layer}.act_quantizer.scales.{bits}"]]
-            flat = torch.cat([g.reshape(-1) for g in mine])
-            clipped = flat * min(1.0, 1.0 / float(flat.norm()))
-            peaks.append(min(float(clipped.abs().max()), 1.0))
+        peaks = [float(max(g.abs().max() for g in layer.values())) for layer in self.clipped(gradients, bits)]
         mean = sum(peaks) / 2
         eta = {8: 1.0, 4: 0.01, 2: 0.001}[bits]
+        if self.config.alrs in ("layer", "channel"):
+            return eta * rate
         return eta * max(rate - mean, 0.0) if self.config.alrs == "literal" else eta * rate * (1 - mean)
 
     def change(self, key: Any, value: Tensor, gradient: Tensor, rate: float, decay: float) -> Tensor:
@@ -110,7 +129,7 @@ class Reference:
         return -rate * mean / (square.sqrt() + 1e-8) - decoupled
 
     def update(self, gradients: dict[str, Tensor], bits: int) -> None:
-        scale_rate = self.scale_rate(gradients, bits)
+        scale_rate, shares = self.scale_rate(gradients, bits), self.shares(gradients, bits)
         weights = {n: g for n, g in gradients.items() if "quantizer" not in n}
         if self.config.clip_norm is not None:
             norm = math.sqrt(sum(float(g.square().sum()) for g in weights.values()))
@@ -123,7 +142,7 @@ class Reference:
                 if "quantizer" in name:
                     value = self.parameters[name]
                     key = (name, bits) if self.config.scale_state == "per_bits" else name
-                    step = self.change(key, value, gradient, scale_rate, 0.0)
+                    step = self.change(key, value, gradient, scale_rate, 0.0) * shares.get(name, 1.0)
                     new = value * (1 + step) if self.config.scale_step == "relative" else value + step
                     value.copy_(torch.maximum(new, value / 2))
 
@@ -151,6 +170,12 @@ CASES: dict[str, dict[str, Any]] = {
     "A.2, literal ALRS, floored": PAPER | {"alrs": "literal"},
     "A.2, literal ALRS, above the floor": PAPER | {"alrs": "literal", "scale_lr": 0.5, "scale_step": "relative"},
     "A.2, relative steps": {"alrs": "relative", "lr": 2e-3},
+    "A.2, a rate for each layer": PAPER | {"alrs": "layer"},
+    "A.2, a rate for each layer, relative steps": {"alrs": "layer", "lr": 2e-3},
+    "A.2, a rate for each channel": PAPER | {"alrs": "channel"},
+    "A.2, a rate for each channel, relative steps": {"alrs": "channel", "lr": 2e-3},
+    "A.2, a rate for each channel, state per width": {"alrs": "channel", "lr": 5e-3, "scale_state": "per_bits"},
+    "A.2, a rate for each layer, SGD": PAPER | {"alrs": "layer", "optimizer": "sgd", "lr": 0.05, "scale_lr": 1e-2},
     "A.2, state per width": PAPER | {"alrs": "off", "scale_state": "per_bits"},
     "A.2, state per width, ALRS, relative steps": {"alrs": "relative", "lr": 5e-3, "scale_state": "per_bits"},
     "A.2, AdamW": PAPER | {"alrs": "off", "optimizer": "adamw", "weight_decay": 0.3},
@@ -437,6 +462,184 @@ def test_alrs_rates_fall_with_the_width(make_model: MakeModel, make_images: Make
         assert 0 < found[bits] <= eta * 1e-3
 
 
+# --- rates of their own ---------------------------------------------------------------------------
+
+
+def steep_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """So that the gradients of some layers are clipped and those of others are not."""
+    return 5 * F.cross_entropy(output, targets)
+
+
+def gradients_of(model: nn.Module, inputs: Tensor, targets: Tensor, bits: int) -> dict[str, Tensor]:
+    """Gradients at `bits` by name; the model is left as it is."""
+    twin = copy.deepcopy(model).train()
+    set_bits(twin, bits)
+    steep_loss(twin(inputs), targets).backward()
+    return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def by_hand(gradients: list[Tensor], reading: str) -> list[Tensor]:
+    """1 - g of each scale of one layer."""
+    norm = max(math.sqrt(sum(float(g.square().sum()) for g in gradients)), 1.0)
+    largest = max(float(g.abs().max()) for g in gradients)
+    if reading == "layer":
+        return [torch.full_like(g, 1 - largest / norm) for g in gradients]
+    return [1 - g.abs() / norm for g in gradients]
+
+
+def first_step(gradient: Tensor) -> Tensor:
+    """Adam's, at rate 1."""
+    return -gradient / (gradient.abs() + 1e-8)
+
+
+@pytest.mark.parametrize("scale_step", ["relative", "absolute"])
+@pytest.mark.parametrize("reading", ["layer", "channel"])
+def test_one_step_by_hand(reading: str, scale_step: str, make_model: MakeModel, make_images: MakeImages) -> None:
+    """Each scale moves by its share of eta * lr; weights barely move, so every pass sees the same gradients."""
+    inputs, targets = make_images(10)
+    inputs = inputs.double()
+    model = make_model(BITS, dtype=torch.float64)
+    gradients = {bits: gradients_of(model, inputs, targets, bits) for bits in BITS}
+    expected = {n: p.detach().clone() for n, p in model.named_parameters() if "quantizer" in n}
+    rate = 1e-6 if scale_step == "relative" else 1e-8  # either way about 1e-6 of a scale, which flips no code
+    means, used = {}, []
+    for bits, eta in {8: 1.0, 4: 0.01, 2: 0.001}.items():
+        taken = []
+        for layer in ("conv", "hidden"):
+            names = [f"{layer}.weight_quantizer.scale", f"{layer}.act_quantizer.scales.{bits}"]
+            mine = [gradients[bits][name] for name in names]
+            for name, gradient, share in zip(names, mine, by_hand(mine, reading), strict=True):
+                step = rate * eta * share * first_step(gradient)
+                expected[name] = expected[name] + step * (expected[name] if scale_step == "relative" else 1.0)
+                taken.append(float(share.mean()))
+                used.append(share)
+        means[bits] = rate * eta * sum(taken) / 4
+    assert 0 <= float(torch.cat(used).min()) < 0.5  # or the shares would hardly show
+    assert 0.5 < float(torch.cat(used).max()) <= 1
+
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = TrainConfig(epochs=1, lr=1e-12, scale_lr=rate, alrs=reading, scale_step=scale_step, scale_state="per_bits")
+    report = JointStep(model, config, steps_per_epoch=1, loss=steep_loss)(inputs, targets)
+    for name, value in expected.items():
+        whole = rate * {"4": 0.01, "2": 0.001}.get(name[-1], 1.0) * (1.0 if scale_step == "absolute" else before[name])
+        moved = (model.get_parameter(name).detach() - before[name]) / whole
+        torch.testing.assert_close(moved, (value - before[name]) / whole, rtol=0, atol=1e-4, msg=name)
+    assert {b: float(rate) for b, rate in report.scale_rate.items()} == pytest.approx(means, rel=1e-4)
+
+
+class Twice(nn.Module):
+    """Two layers of one weight, between a stem and a head in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.one, self.two, self.head = (nn.Linear(6, 6, bias=False) for _ in range(4))
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 50 * self.head(self.two(self.one(self.stem(x).relu()).relu()).relu())
+
+
+@pytest.mark.parametrize("reading", ["layer", "channel"])
+def test_a_scale_of_two_layers_goes_with_the_first(reading: str) -> None:
+    torch.manual_seed(3)
+    inputs, targets = torch.randn(12, 6).double(), torch.randint(0, 6, (12,))
+    model = prepare(Twice().double(), QuantConfig(bit_choices=(2,)), inputs)
+    scales = {name: p for name, p in model.named_parameters() if "quantizer" in name}
+    shared, first, second = "one.weight_quantizer.scale", "one.act_quantizer.scales.2", "two.act_quantizer.scales.2"
+    assert list(scales) == [shared, first, second]
+    assert model.two.weight_quantizer.scale is scales[shared]
+    gradients = gradients_of(model, inputs, targets, 2)
+    shares = [
+        *by_hand([gradients[shared], gradients[first]], reading),
+        *by_hand([gradients[second]], reading),
+    ]
+    wrong = by_hand([gradients[shared], gradients[second]], reading)[0]
+    assert float((wrong - shares[0]).abs().max()) > 0.01  # to go with the second would be seen
+
+    before = {name: p.detach().clone() for name, p in scales.items()}
+    config = TrainConfig(epochs=1, lr=1e-12, scale_lr=1e-6, alrs=reading)
+    report = JointStep(model, config, steps_per_epoch=1, loss=steep_loss)(inputs, targets)
+    for (name, scale), share in zip(scales.items(), shares, strict=True):
+        moved = (scale.detach() - before[name]) / before[name]
+        torch.testing.assert_close(moved, 1e-6 * share * first_step(gradients[name]), rtol=1e-4, atol=1e-15, msg=name)
+    assert float(report.scale_rate[2]) == pytest.approx(1e-6 * sum(float(s.mean()) for s in shares) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("reading", ["layer", "channel"])
+def test_zero_points_take_the_rate_without_a_share(
+    reading: str, make_model: MakeModel, make_images: MakeImages
+) -> None:
+    inputs, targets = make_images(10)
+    model = make_model(BITS, dtype=torch.float64, activations="asymmetric")
+    gradients = {bits: gradients_of(model, inputs.double(), targets, bits) for bits in BITS}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = TrainConfig(epochs=1, lr=1e-12, scale_lr=1e-6, alrs=reading)
+    JointStep(model, config, steps_per_epoch=1, loss=steep_loss)(inputs.double(), targets)
+    for bits, eta in {8: 1.0, 4: 0.01, 2: 0.001}.items():
+        name = f"hidden.act_quantizer.zero_points.{bits}"
+        moved = model.get_parameter(name).detach() - before[name]
+        assert float(gradients[bits][name].abs()) > 1e-6
+        torch.testing.assert_close(moved, 1e-6 * eta * first_step(gradients[bits][name]), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("reading", ["layer", "channel"])
+@pytest.mark.parametrize("activations", ["auto", "asymmetric", "float"])
+@pytest.mark.parametrize("scheme", ["nested", "adabits", "lsq"])
+def test_every_kind_of_scale_can_have_a_rate_of_its_own(
+    scheme: str, activations: str, reading: str, make_model: MakeModel, make_images: MakeImages
+) -> None:
+    model = make_model(BITS, scheme=scheme, activations=activations)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    step = JointStep(model, TrainConfig(epochs=1, alrs=reading), steps_per_epoch=2)
+    for _ in range(2):
+        report = step(*make_images(6))
+        assert all(0 < float(rate) <= 5e-4 for rate in report.scale_rate.values())
+    for name, value in model.named_parameters():
+        assert bool(torch.isfinite(value).all())
+        assert not torch.equal(value, before[name]) or "zero" in name, name
+
+
+# --- scales kept where they start -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"alrs": "relative"},
+        {"alrs": "channel", "scale_lr": 0.5},
+        {"alrs": "off", "scale_step": "absolute", "optimizer": "sgd"},
+        {"alrs": "off", "update": "accumulated"},
+    ],
+    ids=str,
+)
+def test_scales_that_are_not_learned_stay_and_the_rest_moves(
+    settings: dict[str, Any], make_model: MakeModel, make_images: MakeImages
+) -> None:
+    model = make_model(BITS, activations="asymmetric")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = TrainConfig(epochs=1, lr=1e-2, weight_decay=0.1, learn_scales=False, **settings)
+    step = JointStep(model, config, steps_per_epoch=4)
+    for batch in range(4):
+        report = step(*make_images(8, seed=batch))
+        assert report.scale_rate[8] == 0
+        assert config.update == "accumulated" or report.scale_rate == dict.fromkeys(BITS, 0.0)
+        assert all(float(peaks.min()) > 0 for peaks in report.act_scale_peaks.values())  # gradients are still recorded
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]) == ("quantizer" in name), name
+
+
+def test_scales_that_are_not_learned_in_the_history(make_model: MakeModel, make_data: MakeData) -> None:
+    for settings, stopped in (({"learn_scales": False}, 1.0), ({}, 0.0), ({"alrs": "layer"}, 0.0)):
+        model = make_model(BITS)
+        scales = [s.detach().clone() for s in split_parameters(model)[0]]
+        history = train(model, make_data(), TrainConfig(epochs=2, **settings), progress=False)
+        for row in history.rows:
+            assert row["stopped"] == dict.fromkeys(["8", "4", "2"], stopped)
+            assert all((rate == 0) == bool(stopped) for rate in row["scale_rate"].values())
+        same = [torch.equal(a, b) for a, b in zip(scales, split_parameters(model)[0], strict=True)]
+        assert same == [bool(stopped)] * len(same)
+
+
 # --- autocast -------------------------------------------------------------------------------------
 
 
@@ -493,6 +696,40 @@ def test_relative_steps_by_hand(make_model: MakeModel) -> None:
         torch.testing.assert_close(scale.detach(), start * torch.tensor([1.25, 0.75, 1.0, 0.875]))
         moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
         assert moved == ["conv.weight_quantizer.scale"]
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_shares_of_a_step_by_hand(relative: bool, make_model: MakeModel) -> None:
+    """One scale with a share for each channel, one with a share for all, one without: that takes all of its step."""
+    model = make_model(BITS)
+    guard = ScaleGuard(model, relative=relative)
+    conv, hidden = model.conv.weight_quantizer.scale, model.hidden.weight_quantizer.scale
+    free = model.conv.act_quantizer.scales["4"]
+    start = [s.detach().clone() for s in (conv, hidden, free)]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    steps = [torch.tensor([0.4, -0.4, -0.8, -4.0]), torch.full((6,), 0.5), torch.tensor([-0.25])]
+    shares = {conv: torch.tensor([0.5, 0.0, 0.5, 0.5]), hidden: torch.tensor(0.1)}
+    with guard.watch(step=0, bits=8, shares=shares), torch.no_grad():
+        for scale, step, begin in zip((conv, hidden, free), steps, start, strict=True):
+            scale += step if relative else step * begin
+    torch.testing.assert_close(conv.detach(), start[0] * torch.tensor([1.2, 1.0, 0.6, 0.5]))  # the last: halved
+    assert float(conv.detach()[1]) == float(start[0][1])
+    torch.testing.assert_close(hidden.detach(), start[1] * 1.05)
+    torch.testing.assert_close(free.detach(), start[2] * 0.75)
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    names = ["conv.weight_quantizer.scale", "conv.act_quantizer.scales.4", "hidden.weight_quantizer.scale"]
+    assert sorted(moved) == sorted(names)
+
+
+def test_a_share_that_is_not_a_number_is_noticed(make_model: MakeModel) -> None:
+    model = make_model(BITS)
+    guard, scale = ScaleGuard(model, relative=True), first_scale(model)
+    with (
+        pytest.raises(TrainingError, match=r"step 3, 2 bits: .*'conv\.weight_quantizer\.scale'"),
+        guard.watch(step=3, bits=2, shares={scale: torch.tensor(float("nan"))}),
+        torch.no_grad(),
+    ):
+        scale *= 1.01
 
 
 @pytest.mark.parametrize("relative", [True, False])
@@ -714,12 +951,17 @@ def test_no_steps(steps: int, make_model: MakeModel) -> None:
         {"optimizer": "lion"},
         {"update": "both"},
         {"alrs": True},
+        {"alrs": "row"},
+        {"learn_scales": "no"},
+        {"learn_scales": None},
+        {"fused": "no"},
         {"scale_state": "none"},
         {"scale_step": "log"},
         {"schedule": "step"},
         {"distill": "self"},
         {"autocast": "float16"},
         {"update": "accumulated", "alrs": "relative"},
+        {"update": "accumulated", "alrs": "layer"},
         {"update": "accumulated", "alrs": "off", "scale_state": "per_bits"},
     ],
     ids=str,
@@ -731,6 +973,8 @@ def test_settings_that_make_no_sense(settings: dict[str, Any]) -> None:
 
 def test_settings_round_trip_strictly() -> None:
     config = TrainConfig(epochs=3, lr=0.1, alrs="literal", clip_norm=1.0, distill="in_place", checkpoint_every=7)
-    assert TrainConfig.from_dict(config.to_dict()) == config
+    other = TrainConfig(alrs="channel", learn_scales=False, fused=False, cuda_graph=False)
+    for settings in (config, other):
+        assert TrainConfig.from_dict(settings.to_dict()) == settings
     with pytest.raises(ConfigError, match="momentum"):
         TrainConfig.from_dict(config.to_dict() | {"momentum": 0.9})
