@@ -199,7 +199,7 @@ def reference_only() -> Iterator[None]:
 
 def build_eager(work: Work) -> Step:
     """The joint step by the plain reference."""
-    config = TrainConfig(autocast="bfloat16", cuda_graph=False)
+    config = TrainConfig(autocast="bfloat16", cuda_graph=False, fused=False)
     with reference_only():
         joint = JointStep(work.placed(work.prepared), config, steps_per_epoch=1000)
 

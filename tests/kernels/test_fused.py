@@ -80,7 +80,7 @@ def test_convolution_equals_pytorchs(sizes: tuple[int, ...]) -> None:
     expected = conv(x)
     grad = normal(*expected.shape, seed=2)
     wanted = torch.autograd.grad(expected, (x, conv.weight), grad)
-    y, moments = fused.convolve(x, conv, conv.weight, None, None)
+    y, moments = fused.convolve(x, conv, conv.weight, None)
     close(y, expected)
     for got, want in zip(torch.autograd.grad(y, (x, conv.weight), grad), wanted, strict=True):
         close(got, want)
@@ -103,7 +103,7 @@ def test_convolution_of_quantised_weights(scheme: str, channels: int) -> None:
     expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1)
     grad = normal(*expected.shape, seed=4)
     wanted = torch.autograd.grad(expected, (x, conv.weight, scale), grad)
-    y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings), None)
+    y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings))
     close(y, expected)
     for got, want in zip(torch.autograd.grad(y, (x, conv.weight, scale), grad), wanted, strict=True):
         close(got, want, tolerance=1e-4)
@@ -188,7 +188,7 @@ def test_the_norm_joins_the_moments_of_a_convolution() -> None:
     conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
     norm = nn.BatchNorm2d(16).to(DEVICE)
     twin = copy.deepcopy(norm)
-    y, moments = fused.convolve(normal(3, 16, 9, 9, seed=12), conv, conv.weight, None, None)
+    y, moments = fused.convolve(normal(3, 16, 9, 9, seed=12), conv, conv.weight, None)
     assert moments.parts.shape[2] > 1  # the last tile is a partial one
     value, _ = fused.normalize(y, norm, moments=moments, other=None, cap=None, codes=None, keep=True)
     assert value is not None

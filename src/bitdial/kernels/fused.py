@@ -43,11 +43,11 @@ class ActivationCodes(NamedTuple):
     gradient_scale: float
 
 
-class WeightGradients:
-    """Computes weight gradients beside the rest of a backward pass, on a stream of their own.
+class SideStream:
+    """A stream beside that of the pass, for work that nothing there waits for soon.
 
-    Nothing in a backward pass waits for the gradient of a weight, and kernels of small networks leave room on the GPU.
-    `join` makes the stream that it is called on wait, and puts the gradients where autograd would have put them.
+    It quantises weights ahead of their convolutions, and computes weight gradients while the backward pass goes on.
+    Kernels of small networks leave room for that.
     """
 
     AHEAD = 4  # gradients whose inputs are kept for this stream; then the pass waits, so that memory stays bounded
@@ -56,6 +56,12 @@ class WeightGradients:
         self.stream = torch.cuda.Stream()
         self.running: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.found: list[tuple[Tensor, Tensor]] = []
+
+    def quantize(self, weight: Tensor, codes: "WeightCodes") -> tuple[Tensor, torch.cuda.Event]:
+        """Quantise `weight`; the event says when that is done."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            return _quantize(weight.detach(), codes, value_type(weight)), self.stream.record_event()
 
     def start(
         self,
@@ -73,7 +79,7 @@ class WeightGradients:
             passing.wait_event(self.running.popleft()[0])
 
     def join(self) -> None:
-        """Wait for all gradients (on the GPU only) and add them to those of the parameters."""
+        """Wait for all gradients (on the GPU only) and add them to those of the parameters, as autograd would have."""
         torch.cuda.current_stream().wait_stream(self.stream)
         for parameter, gradient in self.found:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -89,11 +95,16 @@ class Moments(NamedTuple):
 
 
 def can_convolve(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Whether `convolve` serves this convolution: few channels, 16-bit values, channels last, nothing unusual."""
+    """Whether `convolve` serves this convolution of x: few channels, 16-bit values, channels last, nothing unusual."""
+    return use_triton(x) and x.numel() < INDEXABLE and fits(conv)
+
+
+def fits(conv: nn.Conv2d) -> bool:
+    """Whether `convolve` serves this convolution of any input that is not too large, and of a type it knows."""
     (rows, columns), (stride, other_stride), padding = conv.kernel_size, conv.stride, conv.padding
     return (
-        use_triton(x)
-        and value_type(x) in CONVOLUTION_TYPES
+        value_type(conv.weight) in CONVOLUTION_TYPES
+        and use_triton(conv.weight)
         and conv.weight.dtype == torch.float32
         and conv.weight.is_contiguous(memory_format=torch.channels_last)
         and max(conv.in_channels, conv.out_channels) <= MOST_CHANNELS
@@ -105,8 +116,13 @@ def can_convolve(conv: nn.Conv2d, x: Tensor) -> bool:
         and stride == other_stride
         and isinstance(padding, tuple)
         and padding[0] == padding[1] < rows
-        and x.numel() < INDEXABLE
     )
+
+
+def _quantize(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
+    from bitdial.kernels import triton_quantize
+
+    return triton_quantize.weight_forward(weight, codes.scale.detach(), codes.rounding, dtype)
 
 
 class _Convolution(torch.autograd.Function):
@@ -117,20 +133,21 @@ class _Convolution(torch.autograd.Function):
         weight: Tensor,
         scale: Tensor | None,
         codes: WeightCodes | None,
+        quantized: Tensor | None,
         stride: int,
         padding: int,
-        beside: WeightGradients | None,
+        side: SideStream | None,
     ) -> tuple[Tensor, Tensor]:
-        from bitdial.kernels import triton_conv, triton_quantize
+        from bitdial.kernels import triton_conv
 
         x = x.to(value_type(x), memory_format=torch.channels_last)
         if codes is None:
             quantized = weight.to(x.dtype)
-        else:
-            quantized = triton_quantize.weight_forward(weight, codes.scale, codes.rounding, x.dtype)
+        elif quantized is None:
+            quantized = _quantize(weight, codes, x.dtype)
         y, parts = triton_conv.convolve(x, quantized, stride, padding)
         ctx.save_for_backward(x, weight, scale, quantized)
-        ctx.codes, ctx.stride, ctx.padding, ctx.beside = codes, stride, padding, beside
+        ctx.codes, ctx.stride, ctx.padding, ctx.side = codes, stride, padding, side
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)
         return y, parts
@@ -153,8 +170,8 @@ class _Convolution(torch.autograd.Function):
 
         dw: Tensor | None = None
         dscale: tuple[Tensor | None, ...] = (None,)
-        if ctx.beside is not None and all(p.is_leaf and p.requires_grad for p in parameters):
-            ctx.beside.start(parameters, weight_gradients, (x, grad, quantized))
+        if ctx.side is not None and all(p.is_leaf and p.requires_grad for p in parameters):
+            ctx.side.start(parameters, weight_gradients, (x, grad, quantized))
         elif ctx.needs_input_grad[1]:
             dw, *rest = weight_gradients()
             dscale = tuple(rest) or (None,)
@@ -166,21 +183,27 @@ class _Convolution(torch.autograd.Function):
             dx = torch.ops.aten.convolution_backward(
                 grad, x, quantized, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
             )[0]
-        return dx, dw, *dscale, None, None, None, None
+        return dx, dw, *dscale, None, None, None, None, None
 
 
 def convolve(
-    x: Tensor, conv: nn.Conv2d, weight: Tensor, codes: WeightCodes | None, beside: WeightGradients | None
+    x: Tensor,
+    conv: nn.Conv2d,
+    weight: Tensor,
+    codes: WeightCodes | None,
+    quantized: Tensor | None = None,
+    side: SideStream | None = None,
 ) -> tuple[Tensor, Moments]:
     """The convolution of x with `weight` (quantised on the way if there are `codes`) as `conv` has it, and its moments.
 
-    Only where `can_convolve`. With `beside`, the gradients of parameters go there.
+    Only where `can_convolve`. `quantized` is the quantised weight, if it is there already. With `side`, the gradients
+    of parameters are computed there, and there until its `join`.
     """
     from bitdial.kernels.triton_conv import PIXELS
 
     assert isinstance(conv.padding, tuple)
     scale = None if codes is None else codes.scale
-    y, parts = _Convolution.apply(x, weight, scale, codes, conv.stride[0], conv.padding[0], beside)
+    y, parts = _Convolution.apply(x, weight, scale, codes, quantized, conv.stride[0], conv.padding[0], side)
     return y, Moments(parts, PIXELS)
 
 

@@ -22,7 +22,7 @@ PROGRAMS = 528  # that share the sums of a backward pass: four for each multipro
 
 
 @triton.jit
-def _tile(rows, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(rows, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     """Channels (BLOCK_C,), offsets and mask (BLOCK_R, BLOCK_C) of this program's tile."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -30,7 +30,7 @@ def _tile(rows, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr): 
 
 
 @triton.jit
-def _moments(x_ptr, out_ptr, rows, tiles, C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _moments(x_ptr, out_ptr, rows, tiles, C, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
     c, at, live = _tile(rows, C, BLOCK_R, BLOCK_C)
     tile = tl.program_id(0)
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
@@ -54,7 +54,7 @@ def _join_moments(  # type: ignore[no-untyped-def]
     tile_rows,
     eps,
     momentum,
-    C: tl.constexpr,
+    C,
     BLOCK: tl.constexpr,
 ):
     c = tl.program_id(0)
@@ -109,7 +109,7 @@ def _apply(  # type: ignore[no-untyped-def]
     cap,
     least,
     most,
-    C: tl.constexpr,
+    C,
     RESIDUAL: tl.constexpr,
     ACT: tl.constexpr,
     KEEP: tl.constexpr,
@@ -181,7 +181,7 @@ def _backward_sums(  # type: ignore[no-untyped-def]
     cap,
     least,
     most,
-    C: tl.constexpr,
+    C,
     STORED: tl.constexpr,
     ACT: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -236,7 +236,7 @@ def _join_sums(  # type: ignore[no-untyped-def]
     parts,
     scale_parts,
     gradient_scale,
-    C: tl.constexpr,
+    C,
     BLOCK: tl.constexpr,
 ):
     c = tl.program_id(0)
@@ -275,7 +275,7 @@ def _backward_apply(  # type: ignore[no-untyped-def]
     cap,
     least,
     most,
-    C: tl.constexpr,
+    C,
     ACT: tl.constexpr,
     DIRECT: tl.constexpr,
     QUANTIZE: tl.constexpr,

@@ -42,13 +42,19 @@ def _peaks_and_norms(layers: Iterable[Sequence[Tensor]]) -> tuple[Tensor, Tensor
     flat = [(i, g.detach().float()) for i, gradients in enumerate(layers) for g in gradients]
     if not flat:
         return torch.zeros(0), torch.ones(0)
-    gradients = [g for _, g in flat]
-    owner = _index(tuple(i for i, _ in flat), gradients[0].device)
+    gradients, owners = [g for _, g in flat], tuple(i for i, _ in flat)
     largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
-    squares = torch.stack(torch._foreach_norm(gradients, 2)).square_()
-    zeros = largest.new_zeros(flat[-1][0] + 1)
-    norm = zeros.index_add(0, owner, squares).sqrt_().clamp_min_(1.0)
-    peaks = zeros.scatter_reduce(0, owner, largest, "amax")
+    norms = torch.stack(torch._foreach_norm(gradients, 2))
+    count, each = owners[-1] + 1, len(owners) // (owners[-1] + 1)
+    if owners == tuple(
+        i for i in range(count) for _ in range(each)
+    ):  # as many for each layer: no indices, fewer kernels
+        peaks, norm = largest.view(count, each).amax(dim=1), norms.view(count, each).norm(dim=1)
+    else:
+        owner, zeros = _index(owners, largest.device), largest.new_zeros(count)
+        peaks = zeros.scatter_reduce(0, owner, largest, "amax")
+        norm = zeros.index_add(0, owner, norms.square()).sqrt_()
+    norm = norm.clamp_min(1.0)
     return (peaks / norm).clamp_max_(1.0), norm
 
 

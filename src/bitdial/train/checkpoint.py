@@ -85,8 +85,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
     step.distiller.load(targets, epoch)
     step.guard.floors = floors
     step.graphs.clear()
-    step.loss_bad.zero_()
-    step.guard.bad.zero_()
+    step.loss_sum.zero_()
     step.step = number
     randoms.restore()
     return extra

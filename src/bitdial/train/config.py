@@ -68,7 +68,8 @@ class TrainConfig(Config):
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("distill", self.distill, DISTILLATIONS)
         for name in ("learn_scales", "cuda_graph", "fused"):
-            check_choice(name, getattr(self, name), (True, False))
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         check_choice("autocast", self.autocast, (None, "bfloat16"))
         for name, least in (("epochs", 1), ("warmup_steps", 0), ("checkpoint_every", 1)):
             value = getattr(self, name)

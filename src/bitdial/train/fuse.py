@@ -20,14 +20,16 @@ from bitdial import functional as bf
 from bitdial.kernels.fused import (
     ActivationCodes,
     Moments,
+    SideStream,
     WeightCodes,
-    WeightGradients,
     can_convolve,
     can_normalize,
     convolve,
+    fits,
     normalize,
 )
 from bitdial.nn import QuantConv2d, QuantLayer, SwitchableBatchNorm
+from bitdial.observe import Batch
 
 log = logging.getLogger(__name__)
 
@@ -48,32 +50,47 @@ CAPS: dict[Any, float] = {
 class FusedConv(nn.Module):
     """Calls a convolution; gives its output and, where the kernels served it, the moments of that."""
 
-    def __init__(self, conv: nn.Conv2d, beside: WeightGradients | None):
+    def __init__(self, conv: nn.Conv2d, side: SideStream | None):
         super().__init__()
         self._conv = (conv,)  # not a submodule: the model owns it
-        self.beside = beside
+        self.side = side
         self.takes_quantized = False
+        self.ready: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
     def conv(self) -> nn.Conv2d:
         """The convolution, the model's own."""
         return self._conv[0]
 
+    def quantize_ahead(self) -> None:
+        """Start to quantise the weight for the next pass, where the kernels will take it so."""
+        codes = self.codes() if fits(self.conv) else None
+        if codes is not None and self.side is not None:
+            self.ready = self.side.quantize(self.conv.weight, codes)
+
+    def codes(self) -> WeightCodes | None:
+        """How the kernels quantise the weight at the selected width; None for a float layer and a derived scale."""
+        conv = self.conv
+        if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.scale == "derived":
+            return None
+        return WeightCodes.of(**conv.weight_quantizer.settings(conv.weight, conv.weight_bits))
+
     def forward(self, x: Tensor) -> tuple[Tensor, Moments | None]:
         """The convolution of x, which is quantised already if `takes_quantized`."""
-        conv, codes = self.conv, None
+        conv, ready, self.ready = self.conv, self.ready, None
+        if isinstance(conv, QuantConv2d) and conv.act_quantizer is not None and not self.takes_quantized:
+            x = conv.act_quantizer(x, conv.act_bits)
+        codes = self.codes() if can_convolve(conv, x) else None
         weight = conv.weight
-        if isinstance(conv, QuantConv2d):
-            quantizer, bits = conv.weight_quantizer, conv.weight_bits
-            if conv.act_quantizer is not None and not self.takes_quantized:
-                x = conv.act_quantizer(x, conv.act_bits)
-            if quantizer.rule.scale != "derived" and can_convolve(conv, x):
-                codes = WeightCodes.of(**quantizer.settings(weight, bits))
-            else:
-                weight = quantizer(weight, bits)
-        if can_convolve(conv, x):
-            return convolve(x, conv, weight, codes, self.beside)
-        return conv._conv_forward(x, weight, conv.bias), None
+        if isinstance(conv, QuantConv2d) and codes is None:
+            weight = conv.weight_quantizer(weight, conv.weight_bits)
+        if not can_convolve(conv, x):
+            return conv._conv_forward(x, weight, conv.bias), None
+        quantized = None
+        if ready is not None:
+            quantized, done = ready
+            torch.cuda.current_stream().wait_event(done)
+        return convolve(x, conv, weight, codes, quantized, self.side)
 
     def quantizer_kind(self) -> str | None:
         """The kind of its activation quantizer, None if it has none."""
@@ -128,24 +145,30 @@ class FastModel:
     """Calls a model, and runs backward passes, on the fast path if there is one; shares all of the model's modules."""
 
     def __init__(self, model: nn.Module, *, fused: bool):
-        self.model = model
-        on_gpu = next(model.parameters()).is_cuda
-        self.beside = WeightGradients() if fused and on_gpu else None
-        if fused:
-            self.model = _fuse(model, self.beside)
+        self.side = SideStream() if fused and next(model.parameters()).is_cuda else None
+        self.model = _fuse(model, self.side) if fused else model
+        self.convolutions = [module for module in self.model.modules() if isinstance(module, FusedConv)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model."""
+        for convolution in self.convolutions:
+            convolution.quantize_ahead()
         return self.model(*args, **kwargs)
+
+    def arranged(self, inputs: Batch) -> Batch:
+        """`inputs` in the memory layout that the fast path works in, so that it is not changed at every width."""
+        if self.side is not None and isinstance(inputs, Tensor) and inputs.dim() == 4:
+            return inputs.contiguous(memory_format=torch.channels_last)
+        return inputs
 
     def backward(self, loss: Tensor) -> None:
         """Fill the gradients of the parameters."""
         loss.backward()
-        if self.beside is not None:
-            self.beside.join()
+        if self.side is not None:
+            self.side.join()
 
 
-def _fuse(model: nn.Module, beside: WeightGradients | None) -> nn.Module:
+def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
     """`model` with fused nodes, or `model` itself where that cannot be."""
     hooks = (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
     if any(hooks) or any(p._backward_hooks for p in model.parameters()):
@@ -158,7 +181,7 @@ def _fuse(model: nn.Module, beside: WeightGradients | None) -> nn.Module:
         return model
     for node in list(fast.graph.nodes):
         if node.op == "call_module" and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
-            _replace_conv(fast, node, beside)
+            _replace_conv(fast, node, side)
     for node in list(fast.graph.nodes):
         if node.op == "call_module" and _is_norm(_module(fast, node)):
             _replace_norm(fast, node)
@@ -167,11 +190,11 @@ def _fuse(model: nn.Module, beside: WeightGradients | None) -> nn.Module:
     return fast
 
 
-def _replace_conv(fast: fx.GraphModule, node: fx.Node, beside: WeightGradients | None) -> None:
+def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None) -> None:
     conv = _module(fast, node)
     assert isinstance(conv, nn.Conv2d)
     with fast.graph.inserting_before(node):
-        fused = _insert(fast, FusedConv(conv, beside), node.args)
+        fused = _insert(fast, FusedConv(conv, side), node.args)
         out = fast.graph.call_function(operator.getitem, (fused, 0))
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)

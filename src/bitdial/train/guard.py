@@ -35,11 +35,10 @@ class ScaleGuard:
                         self.names.append(f"{name}.{key}")
                         self.scales.append(parameter)
         self.floors = [s.detach() * SMALLEST_SHARE for s in self.scales]
-        self.bad = torch.zeros((), dtype=torch.bool, device=next(model.parameters()).device)
 
     @contextmanager
     def watch(self, *, step: int, bits: int, shares: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
-        """Bound the update that happens inside the block, then check its outcome; on a GPU only note it.
+        """Bound the update that happens inside the block, then check its outcome; on a GPU that waits for `check`.
 
         Of the update of a scale that `shares` names, that share is taken.
         """
@@ -48,10 +47,7 @@ class ScaleGuard:
         yield
         with torch.no_grad():
             self._bound(before, shares or {})
-            now = torch.cat([s.reshape(-1) for s in self.scales])
-            floor = torch.cat([f.reshape(-1) for f in self.floors])
-            self.bad.logical_or_(~((now > floor) & (now < float("inf"))).all())
-        if self.bad.device.type == "cpu":
+        if not self.scales[0].is_cuda:
             self.check(step=step, bits=bits)
 
     def _bound(self, before: list[Tensor], shares: dict[Tensor, Tensor]) -> None:
@@ -64,18 +60,21 @@ class ScaleGuard:
         torch._foreach_maximum_(self.scales, torch._foreach_mul(before, 0.5))
 
     def check(self, *, step: int, bits: int) -> None:
-        """Raise TrainingError, naming the scale, if an update left a bad one. Looks at the device."""
-        if not bool(self.bad):
+        """Raise TrainingError, naming the scale, if one is bad. Looks at the device."""
+        if not self.scales:
             return
-        advice = "lower scale_lr, or use scale_step='relative'. The last checkpoint is intact"
+        with torch.no_grad():
+            now = torch.cat([s.reshape(-1) for s in self.scales])
+            floor = torch.cat([f.reshape(-1) for f in self.floors])
+            if bool(((now > floor) & (now < float("inf"))).all()):
+                return
         for name, scale, floor in zip(self.names, self.scales, self.floors, strict=True):
             if not bool(((scale > floor) & torch.isfinite(scale)).all()):
                 smallest, start = float(scale.detach().min()), float(floor.min()) / SMALLEST_SHARE
                 raise TrainingError(
                     f"step {step}, {bits} bits: the scale {name!r} collapsed (smallest value {smallest:.3g}, started "
-                    f"at {start:.3g}); {advice}"
+                    f"at {start:.3g}); lower scale_lr, or use scale_step='relative'. The last checkpoint is intact"
                 )
-        raise TrainingError(f"step {step}: a scale collapsed since the last check, and came back; {advice}")
 
 
 def check_loss(loss: Tensor, model: nn.Module, inputs: Batch, *, step: int, bits: int) -> None:

@@ -89,7 +89,7 @@ class JointStep:
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
-        self.loss_bad = torch.zeros((), dtype=torch.bool, device=device)
+        self.loss_sum = torch.zeros((), device=device)  # since the last check: not finite if one loss was not
         self.last_inputs: Batch | None = None
 
     def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
@@ -142,6 +142,7 @@ class JointStep:
 
     def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
         report = StepReport()
+        inputs = self.fast.arranged(inputs)
         self.model.train()
         self.distiller.begin(inputs)
         self._clear_gradients()
@@ -150,7 +151,7 @@ class JointStep:
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
             mean_loss = distributed.mean(loss.detach())
             if self.on_gpu:
-                self.loss_bad.logical_or_(~torch.isfinite(mean_loss))
+                self.loss_sum.add_(mean_loss)
             else:
                 check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
             self.fast.backward(loss)
@@ -161,6 +162,7 @@ class JointStep:
                 self._clear_gradients()
         if self.config.update == "accumulated":
             self._update(report, self.bit_choices[0])
+            report.scale_rate = dict.fromkeys(self.bit_choices, report.scale_rate[self.bit_choices[0]])
         return report
 
     def check(self) -> None:
@@ -170,11 +172,12 @@ class JointStep:
         """
         if not self.on_gpu:
             return
-        if bool(self.loss_bad) and self.last_inputs is not None:
+        if not bool(torch.isfinite(self.loss_sum)) and self.last_inputs is not None:
             raise TrainingError(
                 f"step {self.step}: the loss was not finite within the last {CHECK_EVERY} steps; "
                 f"{find_culprit(unwrap(self.model), self.last_inputs)}. The last checkpoint is intact"
             )
+        self.loss_sum.zero_()
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
@@ -241,8 +244,8 @@ class JointStep:
             if guess.shape == targets.shape:
                 report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
         scales = [layer.active_scales() for layer in self.layers.values()]
-        report.weight_scale_peaks[bits] = _peaks([weight for weight, _ in scales], loss)
-        report.act_scale_peaks[bits] = _peaks([act for _, act in scales], loss)
+        peaks = _peaks([weight for weight, _ in scales] + [act for _, act in scales], loss)
+        report.weight_scale_peaks[bits], report.act_scale_peaks[bits] = peaks.chunk(2)
 
     def end_epoch(self) -> None:
         """Call after each epoch; progressive distillation turns its pages here."""
@@ -253,8 +256,8 @@ def _peaks(scales: list[Tensor | None], like: Tensor) -> Tensor:
     """The largest gradient of each scale by magnitude; 0 where there is none."""
     found = {i: s.grad.detach() for i, s in enumerate(scales) if s is not None and s.grad is not None}
     largest = dict(zip(found, torch._foreach_norm(list(found.values()), float("inf")), strict=True)) if found else {}
-    zero = like.new_zeros((), dtype=torch.float32)
-    return torch.stack([largest[i].float() if i in largest else zero for i in range(len(scales))])
+    zero = like.new_zeros((), dtype=torch.float32) if len(found) < len(scales) else None
+    return torch.stack([largest[i].float() if i in largest else zero for i in range(len(scales))])  # type: ignore[misc]
 
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
