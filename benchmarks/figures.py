@@ -145,7 +145,7 @@ def scale_gradients(runs: list[Run], which: str) -> "Figure":
     """
     names = runs[0]["layers"]
     kind = {"weight": "weight", "act": "activation"}[which]
-    title = f"{what(runs[0])}: largest gradient of the {kind} scale in each layer"
+    title = f"{what(runs[0])}: largest gradient of the {kind} scale by layer"
     figure, axes = panels(title, len(runs), 1, 1.2 + 2.4 * len(runs), sharex=True, sharey=True)
     for ax, run in zip(axes, runs, strict=True):
         widths = run["settings"]["bit_choices"]

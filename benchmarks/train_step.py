@@ -392,6 +392,14 @@ def versions(gpu_half: bool) -> dict[str, str]:
     return found
 
 
+def command(arguments: list[str]) -> str:
+    """What repeats the run; where its file went is left out."""
+    if "--out" in arguments:
+        at = arguments.index("--out")
+        arguments = arguments[:at] + arguments[at + 2 :]
+    return " ".join(["python benchmarks/train_step.py", *arguments])
+
+
 def main() -> None:
     """Measure, print a table, write the results."""
     plain = [variant for variant in VARIANTS if variant != COMPILED]
@@ -412,7 +420,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)} is not measured here; choose among {', '.join(shapes)}")
     cpu = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     record: dict[str, Any] = {
-        "command": f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}".strip(),
+        "command": command(sys.argv[1:]),
         "seed": options.seed,
         "rounds": options.rounds,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu,

@@ -174,7 +174,17 @@ def test_history_is_written_rounded_beside_its_row(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {
         "settings": row,
         "layers": ["a", "b"],
-        "rows": [{"epoch": 0, "lr": 1e-3, "seconds": 123.46, "loss": {"8": 3.1416e-5}}],
-        "gradients": {"8": [{"step": 123456789, "weight": [0.33333, 0.0], "act": [6.6667e9]}]},
+        "rows": [{"epoch": 0, "lr": 1e-3, "seconds": 123.5, "loss": {"8": 3.142e-5}}],
+        "gradients": {"8": [{"step": 123456789, "weight": [0.3333, 0.0], "act": [6.667e9]}]},
     }
     assert [p.name for p in path.parent.iterdir()] == ["history.json"]
+
+
+def test_history_keeps_one_gradient_sample_an_epoch(tmp_path: Path) -> None:
+    samples = [{"step": step, "weight": [0.5], "act": [0.25]} for step in range(16)]
+    history = History(layers=["a"], rows=[{"epoch": 0}, {"epoch": 1}], gradients={"8": samples, "2": samples[:1]})
+    write_history(tmp_path / "history.json", history, {})
+    gradients = json.loads((tmp_path / "history.json").read_text())["gradients"]
+    assert [sample["step"] for sample in gradients["8"]] == [0, 8]
+    assert [sample["step"] for sample in gradients["2"]] == [0]
+    assert len(samples) == 16

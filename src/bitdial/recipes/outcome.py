@@ -153,10 +153,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def write_history(path: Path, history: History, row: dict[str, Any]) -> None:
     """Write `history` and, as its "settings", the result row to the JSON file at `path`, atomically.
 
-    Numbers are rounded to five digits: it is for figures.
+    It is for figures: numbers are rounded to four digits, and of the gradient samples one an epoch is kept.
     """
+    course = history.to_dict()
+    thinned = {
+        bits: samples[:: max(len(samples) // len(history.rows), 1)] for bits, samples in course["gradients"].items()
+    }
     with replacing(path, error=BitdialError) as temporary:
-        temporary.write_text(json.dumps({"settings": row, **_rounded(history.to_dict())}) + "\n")
+        temporary.write_text(json.dumps({"settings": row, **_rounded({**course, "gradients": thinned})}) + "\n")
 
 
 def _rounded(value: Any) -> Any:
@@ -164,4 +168,4 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_rounded(inner) for inner in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return float(f"{value:.4g}") if isinstance(value, float) else value
