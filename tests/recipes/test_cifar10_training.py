@@ -160,6 +160,7 @@ ABLATIONS: list[tuple[str, dict[str, Any]]] = [
     ("--distill teacher --temperature 4", {"temperature": 4.0}),
     ("--distill teacher --teacher resnet56", {"teacher": "resnet56"}),
     ("--float-epochs 2", {"float_epochs": 2}),
+    ("--recalibrate 2", {"recalibrate": 2}),
 ]
 
 
@@ -203,6 +204,7 @@ def test_the_defaults_spelled_out_are_the_defaults(tmp_path: Path, tiny: None) -
 
 CHANGES: list[dict[str, Any]] = [
     {"holdout": True}, {"seed": 1}, {"epochs": 2}, {"float_epochs": 2}, {"batch": 4}, {"bit_choices": (4, 3)},
+    {"recalibrate": 1},
     {"scheme": "nested"}, {"ties": "up"}, {"per_channel": False}, {"start": "lsq"}, {"scale_gradient": "printed"},
     {"lr": 0.0123}, {"weight_decay": 0.0}, {"update": "accumulated", "alrs": "off"}, {"alrs": "literal"},
     {"learn_scales": False}, {"scale_lr": 0.1}, {"scale_state": "per_bits"}, {"distill": "in_place"},
@@ -328,3 +330,12 @@ def test_without_history_the_test_set_is_looked_at_once(tmp_path: Path, tiny: No
     assert "top1" not in without.history.rows[0]
     for name, value in with_it.model.state_dict().items():
         assert torch.equal(value, without.model.state_dict()[name]), "looking changes nothing"
+
+
+def test_recalibration_changes_norm_statistics_and_nothing_else(tmp_path: Path, tiny: None) -> None:
+    write_images(tmp_path)
+    plain, anew = (resnet20(tmp_path, recalibrate=batches).model.state_dict() for batches in (0, 2))
+    different = {name for name in plain if not torch.equal(plain[name], anew[name])}
+    statistics = {name for name in plain if "running_" in name or "num_batches" in name}
+    assert different <= statistics
+    assert {name for name in statistics if ".sets." in name and "running_" in name} <= different

@@ -1,5 +1,6 @@
 """ResNet20 (the paper's setting) and MobileNetV2 on CIFAR-10: float first, then all widths jointly."""
 
+import itertools
 import platform
 import statistics
 from pathlib import Path
@@ -24,7 +25,7 @@ from bitdial.recipes.outcome import (
     settings_of,
     write_history,
 )
-from bitdial.train import ArrayData, History, Shift, TrainConfig, accuracy, batched, evaluate, train
+from bitdial.train import ArrayData, History, Shift, TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
 
 BATCH = 256
 EPOCHS = 90
@@ -73,9 +74,10 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     recipe = f"cifar10-{network}"
     run = run_name(options.name or recipe, changed)
     checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
+    data = _data(images, settings["batch"], options.seed)
     history = train(
         model,
-        _data(images, settings["batch"], options.seed),
+        data,
         config,
         teacher=teacher,
         evaluate_on=test if options.history else None,
@@ -83,6 +85,9 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         progress=options.progress,
     )
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for bits in options.bit_choices if settings["recalibrate"] else ():
+            batches = itertools.islice(data.batches(config.epochs), settings["recalibrate"])
+            recalibrate_norms(model, (batch.inputs for batch in batches), bits)
         float_top1 = accuracy(float_model, test)
         top1 = evaluate(model, test, options.bit_choices)
     metrics = {"recipe": recipe, "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}

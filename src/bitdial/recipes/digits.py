@@ -37,7 +37,7 @@ def digits_test() -> list[tuple[Tensor, Tensor]]:
 
 def digits(options: RecipeOptions) -> RecipeOutcome:
     """Train a small residual network in float, then jointly at every width, and save the artifact in `options.out`."""
-    for name in ("data", "holdout", "batch", "float_epochs", "teacher", "results", "history"):
+    for name in ("data", "holdout", "batch", "float_epochs", "recalibrate", "teacher", "results", "history"):
         if getattr(options, name):
             raise ConfigError(
                 f"the digits recipe has its own data, a fixed split and a small network: it takes no "
