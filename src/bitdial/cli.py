@@ -126,6 +126,12 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     joint = train.add_argument_group("the joint stage")
     joint.add_argument("--lr", type=float, help="learning rate (default: the recipe's)")
     joint.add_argument("--batch", type=_positive, help="samples in a step (default: the recipe's)")
+    joint.add_argument(
+        "--recalibrate",
+        type=_positive,
+        metavar="N",
+        help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
+    )
     joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
     joint.add_argument(
         "--update",
