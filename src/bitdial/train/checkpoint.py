@@ -105,7 +105,12 @@ def _check_finite(model: nn.Module, step: int) -> None:
 
 
 def _run(step: JointStep) -> dict[str, Any]:
-    return {"total_steps": step.total_steps, "samples": step.samples, "processes": distributed.world_size()}
+    return {
+        "total_steps": step.total_steps,
+        "samples": step.samples,
+        "processes": distributed.world_size(),
+        "sensitivity": step.sensitivity,
+    }
 
 
 def _layers(step: JointStep) -> dict[str, list[Any]]:
@@ -124,7 +129,7 @@ def _layers(step: JointStep) -> dict[str, list[Any]]:
 def _compare_run(manifest: dict[str, Any], step: JointStep) -> None:
     for what, saved, now in (
         ("settings", manifest["config"], step.config.to_dict()),
-        ("data or processes", manifest["run"], _run(step)),
+        ("data, processes or sensitivity", manifest["run"], _run(step)),
         ("layers", manifest["layers"], _layers(step)),
     ):
         if differences := _differences(saved, now):

@@ -12,6 +12,7 @@ UPDATES = ("separate", "accumulated")
 SCALE_STATES = ("shared", "per_bits")
 SCALE_STEPS = ("relative", "absolute")
 SCHEDULES = ("cosine", "constant")
+SAMPLINGS = ("none", "hasb", "random")
 DISTILLATIONS = ("none", "progressive", "teacher", "in_place")
 
 
@@ -33,6 +34,11 @@ class TrainConfig(Config):
     distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
+    sampling        mixed precision: 'none' (each pass at one width), 'hasb' (layers are drawn anew by sensitivity) or
+                    'random' (alike); see `bitdial.train.hasb`. With either, steps are not recorded as CUDA graphs
+    sigma           with `sampling`, the probability that a layer is drawn anew: grows linearly to this
+    sigma_warmup    epochs at the start in which none is
+    seed            of the sampled plans
     cuda_graph      on a single GPU, replay the whole step as one CUDA graph
     fused           on a single GPU, call the model through fused kernels; see `bitdial.train.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
@@ -55,6 +61,10 @@ class TrainConfig(Config):
     distill: str = "none"
     distill_weight: float = 0.7
     temperature: float = 1.0
+    sampling: str = "none"
+    sigma: float = 0.5
+    sigma_warmup: int = 10
+    seed: int = 0
     checkpoint_every: int | None = None
     cuda_graph: bool = True
     fused: bool = True
@@ -67,11 +77,18 @@ class TrainConfig(Config):
         check_choice("scale_step", self.scale_step, SCALE_STEPS)
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("distill", self.distill, DISTILLATIONS)
+        check_choice("sampling", self.sampling, SAMPLINGS)
         for name in ("learn_scales", "cuda_graph", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         check_choice("autocast", self.autocast, (None, "bfloat16"))
-        for name, least in (("epochs", 1), ("warmup_steps", 0), ("checkpoint_every", 1)):
+        for name, least in (
+            ("epochs", 1),
+            ("warmup_steps", 0),
+            ("sigma_warmup", 0),
+            ("seed", 0),
+            ("checkpoint_every", 1),
+        ):
             value = getattr(self, name)
             if not (type(value) is int and value >= least) and not (value is None and name == "checkpoint_every"):
                 raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}")
@@ -81,8 +98,9 @@ class TrainConfig(Config):
                 raise ConfigError(f"{name}={value!r} must be a positive number")
         if not (_is_number(self.weight_decay) and self.weight_decay >= 0):
             raise ConfigError(f"weight_decay={self.weight_decay!r} must not be negative")
-        if not (_is_number(self.distill_weight) and 0 <= self.distill_weight <= 1):
-            raise ConfigError(f"distill_weight={self.distill_weight!r} must lie between 0 and 1")
+        for name in ("distill_weight", "sigma"):
+            if not (_is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must lie between 0 and 1")
         if self.update == "accumulated" and (self.alrs != "off" or self.scale_state != "shared"):
             raise ConfigError(
                 "update='accumulated' takes one step for all widths, so there is no rate or state per "

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +91,7 @@ def train(
     loss: LossFunction = F.cross_entropy,
     evaluate_on: Sequence[tuple[Batch, Tensor]] | None = None,
     teacher: nn.Module | None = None,
+    sensitivity: Mapping[str, float] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> History:
@@ -105,7 +106,15 @@ def train(
     distributed.join(device)
     source = cast(TrainingData, data) if hasattr(data, "batches") else LoaderData(data)
     wrapped = distributed.wrap(model)
-    step = JointStep(wrapped, config, steps_per_epoch=len(source), loss=loss, teacher=teacher, samples=source.samples)
+    step = JointStep(
+        wrapped,
+        config,
+        steps_per_epoch=len(source),
+        loss=loss,
+        teacher=teacher,
+        samples=source.samples,
+        sensitivity=sensitivity,
+    )
     history = History(layers=list(step.layers))
     first_epoch, first_batch, totals = 0, 0, _Totals()
     if checkpoint is not None and Path(checkpoint).exists():

@@ -8,7 +8,7 @@ for epoch in range(90):
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
 from bitdial.observe import Batch, call
-from bitdial.plan import dialled_layers, set_bits, unwrap
+from bitdial.plan import BitPlan, LayerBits, dialled_layers, set_bits, unwrap
 from bitdial.train import distributed
 from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
 from bitdial.train.config import TrainConfig
@@ -27,6 +27,7 @@ from bitdial.train.distill import Distiller
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
 from bitdial.train.guard import ScaleGuard, check_loss, find_culprit
+from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
 
 CHECK_EVERY = 50
 
@@ -50,7 +51,8 @@ class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
     `loss` takes (model output, targets). `teacher` goes with distill='teacher', `samples` (the size of the training
-    set) with distill='progressive'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
+    set) with distill='progressive', `sensitivity` (a number for each quantised layer, such as its Hessian trace by
+    parameter) with sampling='hasb'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class JointStep:
         loss: LossFunction = F.cross_entropy,
         teacher: nn.Module | None = None,
         samples: int | None = None,
+        sensitivity: Mapping[str, float] | None = None,
     ):
         if steps_per_epoch < 1:
             raise ConfigError(f"steps_per_epoch={steps_per_epoch} must be at least 1; is the data empty?")
@@ -73,6 +76,9 @@ class JointStep:
             raise ConfigError("the model holds integers only (it was loaded to run); load_trainable(path) trains on")
         self.bit_choices = next(iter(self.layers.values())).bit_choices
         self.samples = samples
+        self.steps_per_epoch = steps_per_epoch
+        self.sensitivity = None if sensitivity is None else {name: float(sensitivity[name]) for name in sensitivity}
+        self.sampler = self._sampler()
         self.distiller = Distiller(config, teacher=teacher, samples=samples)
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
@@ -91,6 +97,25 @@ class JointStep:
         self.device_rate = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), device=device)  # since the last check: not finite if one loss was not
         self.last_inputs: Batch | None = None
+
+    def _sampler(self) -> PlanSampler | None:
+        """What draws the plans of a step; None if every pass is at one width."""
+        if self.config.sampling == "none":
+            return None
+        sensitive: set[str] = set()
+        if self.config.sampling == "hasb":
+            if self.sensitivity is None:
+                raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
+            sensitive = sensitive_layers(list(self.layers), self.sensitivity)
+        return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
+
+    def plans(self) -> Mapping[int, LayerBits | BitPlan]:
+        """What each pass of the current step is set to, by the width of the pass."""
+        if self.sampler is None:
+            return {bits: bits for bits in self.bit_choices}
+        config, epoch = self.config, self.step // self.steps_per_epoch
+        sigma = sigma_at(epoch, sigma=config.sigma, epochs=config.epochs, warmup=config.sigma_warmup)
+        return self.sampler.plans(self.step, sigma)
 
     def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
         """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
@@ -136,7 +161,7 @@ class JointStep:
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
-        alone = distributed.world_size() == 1 and self.config.distill != "progressive"
+        alone = distributed.world_size() == 1 and self.config.distill != "progressive" and self.sampler is None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
         return self.on_gpu and self.config.cuda_graph and alone and tensors
 
@@ -146,8 +171,8 @@ class JointStep:
         self.model.train()
         self.distiller.begin(inputs)
         self._clear_gradients()
-        for bits in self.bit_choices:
-            set_bits(self.model, bits)
+        for bits, plan in self.plans().items():
+            set_bits(self.model, plan)
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
             mean_loss = distributed.mean(loss.detach())
             if self.on_gpu:
@@ -162,7 +187,7 @@ class JointStep:
                 self._clear_gradients()
         if self.config.update == "accumulated":
             self._update(report, self.bit_choices[0])
-            report.scale_rate = dict.fromkeys(self.bit_choices, report.scale_rate[self.bit_choices[0]])
+            report.scale_rate = {bits: rate for rate in report.scale_rate.values() for bits in self.bit_choices}
         return report
 
     def check(self) -> None:
