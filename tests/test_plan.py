@@ -239,7 +239,7 @@ WRONG: list[tuple[Any, str]] = [
     (BitPlan({"a": 4, "b": 4, "c": 4}), "names 'c'"),
     (BitPlan({"stem": 4}, default=4), "names 'stem'.*'a', 'b'"),
     (1, "1 is not a bit-width"),
-    ("4", "'4' is not a bit-width"),
+    ("4", "'4' is not a bit-width and not the name of a stored plan; this model has no stored plans"),
     (None, "plan"),
     ({"a": 4, "b": 4}, "not a bit-width"),
 ]

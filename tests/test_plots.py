@@ -29,6 +29,13 @@ LAYERS = ["conv1", "layer1.0.conv1", "fc"]
 SIZES = {"float": 400_000, "artifact": 120_000, "separate": {"8": 100_000, "6": 75_000, "4": 50_000, "2": 25_000}}
 
 
+TRACES = {
+    "conv1": {"trace": 40.0, "error": 4.0, "parameters": 4, "samples": 16},
+    "layer1.0.conv1": {"trace": -2.0, "error": 1.0, "parameters": 8, "samples": 200},
+    "fc": {"trace": 10.0, "error": 20.0, "parameters": 100, "samples": 200},
+}
+
+
 def make_history(epochs: int = 3) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     rows, gradients = [], {}
@@ -62,6 +69,7 @@ def all_figures() -> dict[str, Figure]:
         "act": plots.scale_gradients(make_history(), "act"),
         "histograms": plots.weight_histograms({b: grid_values(b) for b in BITS}),
         "sizes": plots.sizes_by_bits(SIZES),
+        "sensitivity": plots.sensitivity_by_layer(TRACES),
     }
 
 
@@ -173,6 +181,37 @@ def test_gradients_of_many_layers_name_some_and_the_title_states_the_measured_ra
     assert "at 2 bits are 40 times those at 8 bits" in figure.get_suptitle()
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+def test_sensitivity_draws_traces_with_errors_and_marks_those_not_above_zero(normalized: bool) -> None:
+    figure = plots.sensitivity_by_layer(TRACES, normalized=normalized)
+    (axes,) = figure.axes
+    share = [entry["parameters"] if normalized else 1 for entry in TRACES.values()]
+    line, crosses = axes.lines
+    assert axes.get_yscale() == "log"
+    assert list(line.get_xdata()) == [0, 1, 2]
+    assert list(line.get_ydata()) == pytest.approx([40 / share[0], np.nan, 10 / share[2]], nan_ok=True)
+    (first, last) = (s for s in segments(axes) if len(s) and np.isfinite(s).all())
+    assert list(first[:, 1]) == pytest.approx([36 / share[0], 44 / share[0]])
+    assert list(last[:, 1]) == pytest.approx([-10 / share[2], 30 / share[2]])
+    assert (list(crosses.get_xdata()), crosses.get_label()) == ([1], "not above 0")
+    bottom, top = axes.get_ylim()
+    assert 0 < bottom < min(10 / share[2], 40 / share[0])
+    assert top > 44 / share[0]
+    assert [t.get_text() for t in axes.get_xticklabels()] == LAYERS
+    times = "2 times" if normalized else "1.6 times"  # 10 / 5.05; 40 / 25
+    assert f"that of conv1: {times} the median" in figure.get_suptitle().replace("\n", " ")
+
+
+def test_sensitivity_without_a_positive_trace_has_a_linear_axis() -> None:
+    figure = plots.sensitivity_by_layer({name: {**entry, "trace": -3.0} for name, entry in TRACES.items()})
+    (axes,) = figure.axes
+    assert axes.get_yscale() == "linear"
+    assert list(axes.lines[0].get_ydata()) == [-3, -3, -3]
+    assert "No layer's" in figure.get_suptitle()
+    with pytest.raises(ConfigError, match="no layer to draw"):
+        plots.sensitivity_by_layer({})
+
+
 def test_histograms_count_every_weight_at_its_value() -> None:
     figure = plots.weight_histograms({str(b): grid_values(b) for b in BITS}, layer="fc", unit="steps")
     for axes, bits in zip(figure.axes, BITS, strict=True):
@@ -260,6 +299,7 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp
         (plots.scale_gradients, make_history()),
         (plots.weight_histograms, {2: [1.0]}),
         (plots.sizes_by_bits, SIZES),
+        (plots.sensitivity_by_layer, TRACES),
         (plots.to_svg, figure),
         (plots.to_png, figure, tmp_path / "x.png"),
     ]

@@ -19,31 +19,39 @@ PUBLIC = [
     "JointStep",
     "QuantConfig",
     "Rule",
+    "Sensitivity",
     "Shift",
     "TrainConfig",
     "__version__",
     "accuracy",
+    "add_transitions",
     "at_bits",
     "batched",
     "build_model",
+    "candidates",
     "code_exact",
     "evaluate",
+    "evaluate_plans",
     "get_bits",
+    "hessian_trace",
     "load",
     "load_checkpoint",
     "load_trainable",
+    "measure_costs",
     "narrow",
+    "pareto_front",
     "prepare",
     "read_artifact",
     "recalibrate_norms",
     "save",
     "save_checkpoint",
+    "search",
     "set_bits",
     "train",
 ]
 PACKAGE = Path(bitdial.__file__).parent
 HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too
-OPTIONAL = ("rich", "matplotlib", "sklearn", "triton")
+OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy")
 
 
 def test_the_public_names() -> None:
@@ -108,7 +116,7 @@ import torch
 before = set(sys.modules)
 import bitdial
 print(*sorted({{m.partition(".")[0] for m in set(sys.modules) - before}} & {set(OPTIONAL)!r}))
-print(*sorted({{m.partition(".")[0] for m in sys.modules}} & {{"rich", "matplotlib", "sklearn"}}))
+print(*sorted({{m.partition(".")[0] for m in sys.modules}} & {{"rich", "matplotlib", "sklearn", "highspy"}}))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=HERE)
     assert run.returncode == 0, run.stderr

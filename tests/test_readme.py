@@ -334,8 +334,8 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     from bitdial.cli import main
 
     text = page("README.md") + page("docs/quickstart.md")
-    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch)\b", text))
-    assert commands == {"demo", "train", "eval", "inspect", "switch"}
+    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|sensitivity)\b", text))
+    assert commands == {"demo", "train", "eval", "inspect", "switch", "sensitivity"}
     for command in commands:
         with pytest.raises(SystemExit) as leaving:
             main([command, "--help"])

@@ -19,6 +19,7 @@ from bitdial import (
     TrainConfig,
     at_bits,
     build_model,
+    evaluate,
     get_bits,
     load,
     load_trainable,
@@ -415,6 +416,60 @@ def test_a_fresh_load_is_at_the_highest_width(tmp_path: Path) -> None:
     set_bits(model, 6)
     with torch.no_grad():
         assert torch.equal(live(images(2)), model(images(2)))
+
+
+# --- plans that the file names ------------------------------------------------------------------
+
+
+PLANS = {
+    "3.0 bits": BitPlan({"conv": 8, "hidden": (2, 4)}, default=3),
+    "small, für später": BitPlan(default=(2, 8)),
+    "4": BitPlan({"point": 8}, default=4),
+}
+
+
+@pytest.mark.parametrize("loader", [load, load_trainable])
+def test_stored_plans_by_name(tmp_path: Path, loader: Any) -> None:
+    model = trained(Net(), images(), bit_choices=(8, 4, 3, 2))
+    save(model, tmp_path / "m", plans=PLANS)
+    live, x = loader(tmp_path / "m", Net()).eval(), images(2)
+    for name, plan in PLANS.items():
+        set_bits(live, plan)
+        resolved, expected = get_bits(live), live(x)
+        set_bits(live, 8)
+        with at_bits(live, name):
+            assert get_bits(live) == resolved
+            assert torch.equal(live(x), expected)
+        assert get_bits(live) == BitPlan(dict.fromkeys(resolved, 8))
+    for same in (copy.deepcopy(live), nn.DataParallel(live)):
+        set_bits(same, "3.0 bits")
+        assert get_bits(same)["conv"] == (8, 8)
+    assert evaluate(live, [(x, torch.zeros(len(x), dtype=torch.long))], ["4"])["4"] >= 0
+    assert set(live.state_dict()) == set(loader(tmp_path / "m", Net()).state_dict())
+
+
+def test_a_plan_that_is_not_stored(tmp_path: Path) -> None:
+    model = trained(Net(), images(), bit_choices=(8, 4, 3, 2))
+    save(model, tmp_path / "with", plans=PLANS)
+    save(model, tmp_path / "without")
+    live = load(tmp_path / "with", Net())
+    set_bits(live, "3.0 bits")
+    before = get_bits(live)
+    with pytest.raises(PlanError, match=r"'5.0 bits' is not .* stored plans are '3.0 bits', 'small, für später', '4'"):
+        set_bits(live, "5.0 bits")
+    assert get_bits(live) == before
+    for bare in (load(tmp_path / "without", Net()), model, nn.Sequential(live)):
+        with pytest.raises(PlanError, match=r"this model has no stored plans \(save\(..., plans="):
+            set_bits(bare, "3.0 bits")
+
+
+def test_loads_do_not_share_their_plans(tmp_path: Path) -> None:
+    save(trained(Net(), images(), bit_choices=(8, 4, 3, 2)), tmp_path / "m", plans=PLANS)
+    artifact = read_artifact(tmp_path / "m")
+    live = load(artifact, Net())
+    artifact.plans.clear()
+    set_bits(live, "4")
+    assert get_bits(live)["point"] == (8, 8)
 
 
 # --- on from here: load_trainable ----------------------------------------------------------------------------

@@ -15,13 +15,16 @@ guard_onednn()  # before anything imports torch
 
 from bitdial.artifact import Artifact, read_artifact, save  # noqa: E402
 from bitdial.config import QuantConfig, Rule  # noqa: E402
+from bitdial.cost import measure_costs  # noqa: E402
 from bitdial.errors import BitdialError  # noqa: E402
 from bitdial.exact import code_exact  # noqa: E402
 from bitdial.functional import narrow  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
 from bitdial.plan import BitPlan, at_bits, get_bits, set_bits  # noqa: E402
-from bitdial.prepare import prepare  # noqa: E402
+from bitdial.prepare import add_transitions, prepare  # noqa: E402
 from bitdial.runtime import load, load_trainable  # noqa: E402
+from bitdial.search import candidates, evaluate_plans, pareto_front, search  # noqa: E402
+from bitdial.sensitivity import Sensitivity, hessian_trace  # noqa: E402
 from bitdial.train import (  # noqa: E402
     ArrayData,
     JointStep,
@@ -44,25 +47,33 @@ __all__ = [
     "JointStep",
     "QuantConfig",
     "Rule",
+    "Sensitivity",
     "Shift",
     "TrainConfig",
     "__version__",
     "accuracy",
+    "add_transitions",
     "at_bits",
     "batched",
     "build_model",
+    "candidates",
     "code_exact",
     "evaluate",
+    "evaluate_plans",
     "get_bits",
+    "hessian_trace",
     "load",
     "load_checkpoint",
     "load_trainable",
+    "measure_costs",
     "narrow",
+    "pareto_front",
     "prepare",
     "read_artifact",
     "recalibrate_norms",
     "save",
     "save_checkpoint",
+    "search",
     "set_bits",
     "train",
 ]

@@ -23,7 +23,10 @@ from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
 from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
-from bitdial.runtime import load
+from bitdial.recipes.cifar10 import cifar10_data
+from bitdial.recipes.digits import digits_data
+from bitdial.runtime import load, load_trainable
+from bitdial.sensitivity import hessian_trace
 from bitdial.train import accuracy, batched
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
@@ -85,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _data_argument(switch)
     switch.set_defaults(run=_switch)
+
+    _sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     return parser
 
 
@@ -152,6 +157,31 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: %(default)s)")
     defaults = {f.name: f.default for f in dataclasses.fields(RecipeOptions) if f.default is not dataclasses.MISSING}
     train.set_defaults(run=_train, **defaults)
+
+
+def _sensitivity_command(sensitivity: argparse.ArgumentParser) -> None:
+    _file_argument(sensitivity)
+    sensitivity.add_argument(
+        "--data",
+        metavar="DATA",
+        help="training data: digits, the folder with CIFAR-10, or an .npz with arrays x and y "
+        "(default: the recipe's that made the file)",
+    )
+    sensitivity.add_argument(
+        "--images", type=_positive, default=1000, help="how many, at random (default: %(default)s)"
+    )
+    sensitivity.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.1,
+        help="a layer is done when its standard error is this share of its trace (default: %(default)s)",
+    )
+    sensitivity.add_argument(
+        "--most-samples", type=_positive, default=200, help="random vectors for a layer at most (default: %(default)s)"
+    )
+    sensitivity.add_argument("--seed", type=_seed, default=0, help="of images and vectors (default: %(default)s)")
+    sensitivity.add_argument("--out", type=Path, help="JSON file for the result")
+    sensitivity.set_defaults(run=_sensitivity)
 
 
 def _file_argument(parser: argparse.ArgumentParser) -> None:
@@ -271,6 +301,33 @@ def _switch(options: argparse.Namespace) -> None:
         print(f"Accuracy there: {100 * _accuracy(live, _test_data(options.data, artifact)):.2f} %")
 
 
+def _sensitivity(options: argparse.Namespace) -> None:
+    artifact = read_artifact(options.file)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator().manual_seed(options.seed)
+    x, y = _training_data(options.data, artifact)
+    chosen = torch.randperm(len(x), generator=generator)[: options.images]
+    try:
+        found = hessian_trace(
+            load_trainable(artifact).to(device),
+            batched(x[chosen].to(device), y[chosen].to(device)),
+            tolerance=options.tolerance,
+            most_samples=options.most_samples,
+            generator=generator,
+        )
+    except (RuntimeError, IndexError) as problem:
+        raise _does_not_fit(x, problem) from problem
+    rows = [
+        [name, f"{entry.parameters:,}", f"{entry.trace:.4g}", f"{entry.error:.2g}", f"{entry.normalized:.3g}"]
+        for name, entry in found.layers.items()
+    ]
+    title = f"{options.file}: Hessian trace on {found.images} images"
+    _table(title, ["layer", "weights", "trace", "standard error", "trace per weight"], rows)
+    if options.out:
+        found.save(options.out)
+        print(f"Saved {options.out}")
+
+
 def _inspect(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
     size = sizes(artifact)
@@ -332,25 +389,47 @@ def _test_data(choice: str | None, artifact: Artifact) -> TestData:
             "the file does not say what it was trained on; pass --data with a recipe's name "
             f"({', '.join(TEST_DATA)}) or an .npz file with arrays x and y"
         )
-    path = Path(choice)
-    if not path.is_file():
+    if not Path(choice).is_file():
         raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a file")
+    return batched(*_npz_data(Path(choice)))
+
+
+def _training_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tensor]:
+    """Images and labels that a model may be fitted to: sensitivities lead to choices, which no test image may make."""
+    if (choice or artifact.metrics.get("recipe")) == "digits":
+        return digits_data()[:2]
+    if choice is None:
+        raise ConfigError(
+            "the file does not say where its training data is; pass --data with digits, the folder with CIFAR-10 or an "
+            ".npz file with arrays x and y"
+        )
+    if Path(choice).is_dir():
+        return cifar10_data(Path(choice), holdout=True, device=torch.device("cpu"))[0]
+    if not Path(choice).is_file():
+        raise ConfigError(f"--data {choice}: not digits, a folder or a file")
+    return _npz_data(Path(choice))
+
+
+def _npz_data(path: Path) -> tuple[Tensor, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             x, y = torch.from_numpy(arrays["x"]).float(), torch.from_numpy(arrays["y"]).long()
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
-        raise ConfigError(f"--data {choice}: not an .npz file with arrays x and y ({problem})") from problem
+        raise ConfigError(f"--data {path}: not an .npz file with arrays x and y ({problem})") from problem
     if len(x) != len(y) or len(x) == 0:
-        raise ConfigError(f"--data {choice}: x has {len(x)} samples and y {len(y)}")
-    return batched(x, y)
+        raise ConfigError(f"--data {path}: x has {len(x)} samples and y {len(y)}")
+    return x, y
 
 
 def _accuracy(live: nn.Module, data: TestData) -> float:
     try:
         return accuracy(live, data)
     except (RuntimeError, IndexError) as problem:
-        shape = tuple(data[0][0].shape[1:])
-        raise ConfigError(f"the data (samples of shape {shape}) does not fit the model: {problem}") from problem
+        raise _does_not_fit(data[0][0], problem) from problem
+
+
+def _does_not_fit(x: Tensor, problem: Exception) -> ConfigError:
+    return ConfigError(f"the data (samples of shape {tuple(x.shape[1:])}) does not fit the model: {problem}")
 
 
 def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:

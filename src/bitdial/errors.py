@@ -21,6 +21,14 @@ class PlanError(BitdialError, ValueError):
     """A bit plan is malformed, or asks a layer for bits that it does not offer."""
 
 
+class BudgetError(BitdialError, ValueError):
+    """No plan meets the budgets of a search; `nearest` has, by quantity, the least value that can be met."""
+
+    def __init__(self, message: str, nearest: dict[str, float]):
+        super().__init__(message)
+        self.nearest = nearest
+
+
 class QuantizationError(BitdialError):
     """A tensor cannot be quantized, packed or unpacked: NaN, infinity, collapsed scale, bad codes.
 

@@ -120,30 +120,49 @@ class _Provenance(TorchFunctionMode):
         return out
 
 
-def find_leaders(
-    model: nn.Module, layers: Mapping[str, nn.Module], norms: Mapping[str, nn.Module], batch: Batch
-) -> dict[str, str]:
-    """For each norm, the layer whose weight bits it follows.
+INPUT = "<input>"  # what the tensors of a batch carry; no module has this name
 
-    That is the layer which feeds it; where several do (after an addition or a concatenation), the one that ran last;
-    where none does (after a float stem), the first layer that it feeds. Norms connected to no layer are left out.
+
+@dataclass(frozen=True)
+class Flow:
+    """Which layer each norm follows, and which layer feeds each layer: None if only float modules do.
+
+    A norm follows the layer which feeds it; where several do (after an addition or a concatenation), the one that ran
+    last; where none does (after a float stem), the first layer that it feeds. Norms connected to no layer are left out.
+    A layer is fed, through norms, additions, concatenations and whatever is not a layer, by the layer that ran last of
+    those that reach it. Layers that neither a layer nor the batch reaches are left out.
     """
+
+    leaders: dict[str, str]
+    feeders: dict[str, str | None]
+
+
+def find_flow(model: nn.Module, layers: Mapping[str, nn.Module], norms: Mapping[str, nn.Module], batch: Batch) -> Flow:
+    """Run `batch` and follow where tensors go."""
     provenance = _Provenance()
     leaders: dict[str, str] = {}
+    feeders: dict[str, str | None] = {}
     started: dict[str, int] = {}
     calls = itertools.count()
 
+    def last_of(sources: frozenset[str]) -> str | None:
+        return max((s for s in sources if s in layers), key=lambda s: started[s], default=None)
+
     def enter_layer(name: str, args: Any) -> None:
-        for source in provenance.of(args):
+        sources = provenance.of(args)
+        for source in sources:
             if source in norms:
                 leaders.setdefault(source, name)
+        feeder = last_of(sources)
+        if feeder is not None or INPUT in sources:
+            feeders.setdefault(name, feeder)
         started[name] = next(calls)
 
     def leave_norm(name: str, args: Any, out: Any) -> None:
         sources = provenance.of(args)
-        feeding = [s for s in sources if s in layers]
-        if feeding:
-            leaders.setdefault(name, max(feeding, key=lambda s: started[s]))
+        feeder = last_of(sources)
+        if feeder is not None:
+            leaders.setdefault(name, feeder)
         elif name not in leaders:
             provenance.mark(out, sources | {name})
 
@@ -161,8 +180,9 @@ def find_leaders(
         )
     try:
         with evaluating(model), provenance:
+            provenance.mark(batch, frozenset((INPUT,)))
             call(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    return leaders
+    return Flow(leaders, feeders)

@@ -9,6 +9,7 @@ from torch import nn
 from bitdial.errors import PlanError
 
 LayerBits = int | tuple[int, int]
+STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
 
 
 class DialledLayer(Protocol):
@@ -28,8 +29,8 @@ class FollowingNorm(Protocol):
 
     follows: str
 
-    def select_set(self, bits: int) -> None:
-        """Select the set of a width."""
+    def select_set(self, bits: int, fed_bits: int) -> None:
+        """Select the set of a width, or of a pair of them."""
         ...
 
 
@@ -136,44 +137,70 @@ def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     return layers
 
 
-def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
+def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan | str") -> dict[str, tuple[int, int]]:
     """The weight and activation bits that `bits` gives each layer of `model`; checks everything."""
     layers = dialled_layers(model)
+    if isinstance(bits, str):
+        bits = _stored_plan(model, bits)
+    return resolve_bits({name: layer.bit_choices for name, layer in layers.items()}, bits)
+
+
+def _stored_plan(model: nn.Module, name: str) -> BitPlan:
+    stored: Mapping[str, BitPlan] = getattr(unwrap(model), STORED_PLANS, {})
+    if name in stored:
+        return stored[name]
+    found = f"the stored plans are {_some(list(stored), most=20)}" if stored else "this model has no stored plans"
+    raise PlanError(
+        f"{name!r} is not a bit-width and not the name of a stored plan; {found} "
+        "(save(..., plans={name: plan}) stores them, load(path) brings them)"
+    )
+
+
+def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
+    """The weight and activation bits that `bits` gives each layer of `choices` ({layer: bit_choices}); checks all."""
     plan = bits if isinstance(bits, BitPlan) else BitPlan(default=bits)
-    if unknown := [name for name in plan if name not in layers]:
+    if unknown := [name for name in plan if name not in choices]:
         raise PlanError(
             f"the plan names {_some(unknown)}, which the model does not have (or keeps in float); "
-            f"its quantised layers are {_some(list(layers))}"
+            f"its quantised layers are {_some(list(choices))}"
         )
-    if plan.default is None and (missing := [name for name in layers if name not in plan]):
+    if plan.default is None and (missing := [name for name in choices if name not in plan]):
         raise PlanError(f"the plan says nothing about {_some(missing)}; name every layer or give a default")
-    chosen = {name: plan[name] for name in layers}
+    chosen = {name: plan[name] for name in choices}
     for name, pair in chosen.items():
         for value in pair:
-            if value not in layers[name].bit_choices:
+            if value not in choices[name]:
                 raise PlanError(
-                    f"layer {name!r}: bits={value} is not in bit_choices {layers[name].bit_choices}; "
+                    f"layer {name!r}: bits={value} is not in bit_choices {choices[name]}; "
                     f"choose one of these or add {value} to QuantConfig.bit_choices and train again"
                 )
     return chosen
 
 
-def set_bits(model: nn.Module, bits: "LayerBits | BitPlan") -> None:
-    """Switch `model` in place: one width, a pair (weight bits, activation bits), or a BitPlan.
+def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
+    """Switch `model` in place: one width, a pair (weight bits, activation bits), a BitPlan, or a stored plan's name.
 
-    Everything is checked before anything changes. Batch norms follow the weight bits of the layer that feeds them.
+    A loaded model knows the plans of its file by name, such as "3.0 bits". Everything is checked before anything
+    changes. Batch norms follow the weight bits of the layer that feeds them.
     """
     chosen = resolve_plan(model, bits)
     layers = dialled_layers(model)
     norms = {n: cast(FollowingNorm, m) for n, m in unwrap(model).named_modules() if hasattr(m, "select_set")}
-    sets = {name: chosen[_leader(name, norm.follows, chosen)][0] for name, norm in norms.items()}
+    sets = {name: _widths(name, norm, chosen) for name, norm in norms.items()}
     for name, pair in chosen.items():
         layers[name].select_bits(*pair)
     for name, norm in norms.items():
-        norm.select_set(sets[name])
+        norm.select_set(*sets[name])
 
 
-def _leader(norm: str, follows: str, layers: Mapping[str, object]) -> str:
+def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """The weight bits of the layer that a norm follows and, for a transitional one, of the layer that feeds that."""
+    bits = chosen[leader_of(name, norm.follows, chosen)][0]
+    fed_by = getattr(norm, "fed_by", None)
+    return bits, bits if fed_by is None else chosen[leader_of(name, fed_by, chosen)][0]
+
+
+def leader_of(norm: str, follows: str, layers: Mapping[str, object]) -> str:
     """The name in this tree of the layer that a norm follows: the prepared model may lie inside another."""
     parts = norm.split(".")
     for depth in range(len(parts)):
@@ -192,7 +219,7 @@ def get_bits(model: nn.Module) -> BitPlan:
 
 
 @contextmanager
-def at_bits(model: nn.Module, bits: "LayerBits | BitPlan") -> Iterator[nn.Module]:
+def at_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> Iterator[nn.Module]:
     """Run a block with `model` set to `bits`, then put its former setting back."""
     before = get_bits(model)
     set_bits(model, bits)

@@ -12,8 +12,18 @@ from torch import nn
 
 from bitdial.config import QuantConfig, Rule
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.nn import ActivationQuantizer, QuantConv2d, QuantLinear, SwitchableBatchNorm, WeightQuantizer
-from bitdial.observe import Batch, LayerInput, find_leaders, observe_inputs
+from bitdial.nn import (
+    UNKNOWN,
+    ActivationQuantizer,
+    QuantConv2d,
+    QuantLayer,
+    QuantLinear,
+    SwitchableBatchNorm,
+    TransitionalBatchNorm,
+    WeightQuantizer,
+)
+from bitdial.observe import Batch, LayerInput, find_flow, observe_inputs
+from bitdial.plan import leader_of
 from bitdial.start import activation_start, weight_scales
 
 log = logging.getLogger(__name__)
@@ -60,7 +70,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
             "(keep_first_last) and rules may exclude more"
         )
     norms = {n: m for n, m in model.named_modules() if type(m) in NORMS} if config.switch_norms else {}
-    leaders = find_leaders(model, chosen, norms, batches[0]) if norms else {}
+    flow = find_flow(model, chosen, norms, batches[0])
 
     new: dict[nn.Module, nn.Module] = {}
     weight_quantizers: dict[nn.Parameter, WeightQuantizer] = {}
@@ -72,9 +82,38 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         elif (weight_quantizers[weight].channels > 1) != (treatment.per_channel and weight.shape[0] > 1):
             raise ConfigError(f"layer {name!r}: it is tied to another layer, but rules give them different per_channel")
         act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
-        new[layer] = SWAPS[type(layer)].from_float(layer, weight_quantizers[weight], act_quantizer)
-    for name, leader in leaders.items():
+        quantised: QuantLayer = SWAPS[type(layer)].from_float(layer, weight_quantizers[weight], act_quantizer)
+        quantised.fed_by = flow.feeders.get(name, UNKNOWN)
+        new[layer] = quantised
+    for name, leader in flow.leaders.items():
         new[norms[name]] = SwitchableBatchNorm(norms[name], bit_choices=config.bit_choices, follows=leader)
+    swap_modules(model, new)
+    return model
+
+
+def add_transitions(model: nn.Module) -> nn.Module:
+    """A copy of the prepared `model` whose batch norms have a set for each pair of widths: see TransitionalBatchNorm.
+
+    Every pair starts from the set of the own width, so outputs stay what they are. A norm whose layer no quantised
+    layer feeds keeps one set per width.
+    """
+    model = copy.deepcopy(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    norms = {n: m for n, m in model.named_modules() if type(m) is SwitchableBatchNorm}
+    if not norms:
+        raise ConfigError(
+            "the model has no switchable batch norm to give transitions to; prepare it with switch_norms=True"
+        )
+    new: dict[nn.Module, nn.Module] = {}
+    for name, norm in norms.items():
+        fed_by = layers[leader_of(name, norm.follows, layers)].fed_by
+        if fed_by == UNKNOWN:
+            raise ConfigError(
+                f"norm {name!r}: bitdial could not follow what feeds layer {norm.follows!r}, which it follows; a "
+                "transitional norm needs the widths of both"
+            )
+        if fed_by is not None:
+            new[norm] = TransitionalBatchNorm(norm, fed_by=fed_by)
     swap_modules(model, new)
     return model
 

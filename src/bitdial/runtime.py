@@ -19,10 +19,11 @@ from bitdial.nn import (
     QuantConv2d,
     QuantLinear,
     SwitchableBatchNorm,
+    TransitionalBatchNorm,
     WeightQuantizer,
 )
 from bitdial.packing import unpack_bytes
-from bitdial.plan import set_bits
+from bitdial.plan import STORED_PLANS, set_bits
 from bitdial.prepare import swap_modules
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
@@ -35,7 +36,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
 ) -> nn.Module:
-    """A live model on integer codes, in eval mode, at its highest width; `set_bits` switches it.
+    """A live model on integer codes, in eval mode, at its highest width; `set_bits` switches it, also to stored plans.
 
     `model` is a float model of the architecture that was saved (it is not changed; its weights do not matter). It can
     be left out for the models that bitdial ships.
@@ -65,6 +66,7 @@ def _assemble(
     for name, norm in norms.items():
         new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
+    setattr(model, STORED_PLANS, dict(artifact.plans))
     set_bits(model, artifact.bit_choices[0])
     return model
 
@@ -93,13 +95,13 @@ def _fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], di
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
-        entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to")}
+        entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to", "fed_by")}
         _compare(f"layer {name!r}", entry, layer_table_entry(name, layer))
     norms = {name: _find(model, name, "norm") for name in artifact.norms}
     if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):
         raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
-        entry = {k: v for k, v in artifact.norms[name].items() if k != "follows"}
+        entry = {k: v for k, v in artifact.norms[name].items() if k not in ("follows", "fed_by")}
         if "SyncBatchNorm" in (entry["type"], type(norm).__name__):  # one trains on many devices what the other runs
             del entry["type"]
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
@@ -146,10 +148,12 @@ def _form(tensor: Tensor) -> str:
 
 
 def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm:
-    made = SwitchableBatchNorm(norm, bit_choices=artifact.bit_choices, follows=artifact.norms[name]["follows"])
-    for i, bits in enumerate(artifact.bit_choices):
-        parts = {key: artifact.tensors[f"{name}/{key}"][i] for key in norm.state_dict()}
-        made.sets[str(bits)].load_state_dict(parts)
+    entry = artifact.norms[name]
+    made = SwitchableBatchNorm(norm, bit_choices=artifact.bit_choices, follows=entry["follows"])
+    if entry["fed_by"] is not None:
+        made = TransitionalBatchNorm(made, fed_by=entry["fed_by"])
+    for i, key in enumerate(made.set_names()):
+        made.sets[key].load_state_dict({k: artifact.tensors[f"{name}/{k}"][i] for k in norm.state_dict()})
     return made
 
 
@@ -216,7 +220,9 @@ def _trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[
         layer.weight = weight
         _set_bias(artifact, name, layer)
         act = _act_quantizer(artifact, name)
-        new[layer] = TRAINABLE[artifact.layers[name]["type"]].from_float(layer, quantizer, act)
+        trainable = TRAINABLE[artifact.layers[name]["type"]].from_float(layer, quantizer, act)
+        trainable.fed_by = artifact.layers[name]["fed_by"]
+        new[layer] = trainable
     return new
 
 

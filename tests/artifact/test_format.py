@@ -231,19 +231,20 @@ def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], An
         "ties": "even",
         "bit_choices": [8, 6, 4, 2],
         "layers": {
-            "conv": {**conv, "shape": [6, 4, 3, 3], "stride": [1, 1], "groups": 1, "bias": True},
-            "depth": {**conv, "shape": [6, 2, 3, 3], "stride": [2, 2], "groups": 3, "bias": False},
-            "left": linear,
-            "right": {**linear, "tied_to": "left"},
+            "conv": {**conv, "shape": [6, 4, 3, 3], "stride": [1, 1], "groups": 1, "bias": True, "fed_by": None},
+            "depth": {**conv, "shape": [6, 2, 3, 3], "stride": [2, 2], "groups": 3, "bias": False, "fed_by": "conv"},
+            "left": {**linear, "fed_by": "depth"},
+            "right": {**linear, "fed_by": "left", "tied_to": "left"},
         },
         "norms": {
-            "stem_norm": {**norm, "num_features": 4, "follows": "conv"},
-            "norm": {**norm, "num_features": 6, "follows": "conv"},
+            "stem_norm": {**norm, "num_features": 4, "follows": "conv", "fed_by": None},
+            "norm": {**norm, "num_features": 6, "follows": "conv", "fed_by": None},
         },
         "aliases": {"same_gain": "gain"},
         "architecture": None,
         "plans": {},
         "metrics": {},
+        "sensitivity": None,
     }
 
 

@@ -238,7 +238,7 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
         lambda file: file.manifest["layers"].update(ghost=file.manifest["layers"]["left"]),
         "'ghost/codes' is missing",
     ),
-    "layer dropped": (drop_field("layers", "depth"), "'depth/act_scale' belongs to nothing|follows"),
+    "layer dropped": (drop_field("layers", "depth"), "'depth/act_scale' belongs to nothing|follows|fed by 'depth'"),
     "three widths": (set_field("bit_choices", to=[8, 6, 4]), "'conv/act_scale'"),
     "other widths": (set_field("bit_choices", to=[6, 5, 4, 2]), "'conv/codes'"),
     "ascending widths": (set_field("bit_choices", to=[2, 4, 6, 8]), "descending"),
@@ -400,6 +400,8 @@ def harmless(path: tuple[Any, ...], value: Any) -> bool:
     """Whether a file with `value` at `path` may be accepted."""
     if path[:1] == ("norms",) and path[2:] == ("momentum",):
         return value is None or type(value) is float
+    if path[:1] == ("layers",) and path[2:] == ("fed_by",):
+        return value in (None, "") or (value == "conv" and path[1] != "conv")  # none, not known, another layer
     if path == ("written_by",):
         return isinstance(value, str)
     if path == ("metrics",):

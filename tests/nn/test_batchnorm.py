@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 
 BITS = (8, 4, 2)
 
@@ -116,3 +116,50 @@ def test_state_dict_round_trip() -> None:
 
 def test_repr_says_what_it_follows() -> None:
     assert "follows='conv1'" in repr(switchable(nn.BatchNorm2d(3)))
+
+
+# --- transitions --------------------------------------------------------------------------------
+
+
+def transitional() -> tuple[SwitchableBatchNorm, TransitionalBatchNorm]:
+    """A switchable norm whose sets differ, and the transitional one made from it."""
+    switch = switchable(trained_norm())
+    for number, norm in enumerate(switch.sets.values()):
+        nn.init.constant_(norm.bias, float(number))
+    return switch, TransitionalBatchNorm(switch, fed_by="conv0")
+
+
+def test_every_pair_starts_as_the_set_of_the_own_width() -> None:
+    switch, pairs = transitional()
+    x = randn(2, 3, 5, 5, seed=1)
+    assert list(pairs.sets) == ["8-8", "8-4", "8-2", "4-8", "4-4", "4-2", "2-8", "2-4", "2-2"]
+    switch.eval(), pairs.eval()
+    for fed in BITS:
+        for own in BITS:
+            switch.select_set(own)
+            pairs.select_set(own, fed)
+            assert torch.equal(switch(x), pairs(x))
+    with torch.no_grad():
+        pairs.sets["4-2"].bias.add_(1.0)
+    pairs.select_set(2, 4)
+    switch.select_set(2)
+    assert not torch.equal(switch(x), pairs(x)), "sets are copies"
+    assert (pairs.follows, pairs.fed_by, pairs.bit_choices) == ("conv1", "conv0", BITS)
+
+
+def test_only_the_pair_in_use_learns() -> None:
+    _, pairs = transitional()
+    pairs.select_set(2, 8)
+    before = {key: copy.deepcopy(norm.state_dict()) for key, norm in pairs.sets.items()}
+    pairs(randn(4, 3, 5, 5, seed=2)).sum().backward()
+    for key, norm in pairs.sets.items():
+        moved = not torch.equal(before[key]["running_mean"], norm.running_mean)
+        assert moved == (key == "8-2")
+        assert (norm.weight.grad is not None) == (key == "8-2")
+    assert pairs.active is pairs.sets["8-2"]
+
+
+def test_without_a_feeding_width_the_pair_is_the_own_one_twice() -> None:
+    _, pairs = transitional()
+    pairs.select_set(4)
+    assert pairs.key == "4-4"

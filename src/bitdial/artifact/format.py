@@ -1,5 +1,7 @@
 """What an artifact is made of; docs/artifact-format.md is its specification."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import ArtifactError
 from bitdial.plan import BitPlan
+from bitdial.sensitivity import Sensitivity
 
 VERSION = 1
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
@@ -23,6 +26,7 @@ class Artifact:
     digest: str
     file_bytes: int
     plans: dict[str, BitPlan] = field(default_factory=dict)
+    sensitivity: Sensitivity | None = None
 
     @property
     def scheme(self) -> str:
@@ -78,6 +82,18 @@ def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
         "affine": norm.affine,
         "track_running_stats": norm.track_running_stats,
     }
+
+
+def check_sensitivity(sensitivity: Sensitivity, layers: Mapping[str, dict[str, Any]]) -> None:
+    """Raise ArtifactError unless the layer table has the layers of `sensitivity`, with as many weights."""
+    for name, entry in sensitivity.layers.items():
+        if name not in layers:
+            raise ArtifactError(f"the sensitivity names layer {name!r}, which is not a quantised layer of the model")
+        if entry.parameters != (weights := math.prod(layers[name]["shape"])):
+            raise ArtifactError(
+                f"the sensitivity of layer {name!r} is that of {entry.parameters} weights, but it has {weights}; "
+                "is it that of another model?"
+            )
 
 
 def float_state(model: nn.Module, swapped: tuple[nn.Module, ...]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.artifact.format import CONV_SETTINGS, FLOAT, LARGEST_CODE, VERSION, Artifact
+from bitdial.artifact.format import (
+    CONV_SETTINGS,
+    FLOAT,
+    LARGEST_CODE,
+    VERSION,
+    Artifact,
+    check_sensitivity,
+)
 from bitdial.config import check_bit_choices
 from bitdial.container import read_container
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
+from bitdial.nn import UNKNOWN
 from bitdial.packing import unpack_bytes
 from bitdial.plan import BitPlan
+from bitdial.sensitivity import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
     "kind": str,
@@ -29,8 +38,15 @@ _MANIFEST: dict[str, type | tuple[type, ...]] = {
     "architecture": (dict, type(None)),
     "plans": dict,
     "metrics": dict,
+    "sensitivity": (dict, type(None)),
 }
-_LAYER: dict[str, type | tuple[type, ...]] = {"type": str, "shape": list, "bias": bool, "activations": str}
+_LAYER: dict[str, type | tuple[type, ...]] = {
+    "type": str,
+    "shape": list,
+    "bias": bool,
+    "activations": str,
+    "fed_by": (str, type(None)),
+}
 _CONV: dict[str, type | tuple[type, ...]] = {
     "stride": list,
     "padding": (list, str),
@@ -46,6 +62,7 @@ _NORM: dict[str, type | tuple[type, ...]] = {
     "affine": bool,
     "track_running_stats": bool,
     "follows": str,
+    "fed_by": (str, type(None)),
 }
 
 
@@ -62,7 +79,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 class _Checker:
-    """One pass over an artifact; fills in its `plans`. `expected` collects the tensors that were accounted for."""
+    """One pass over an artifact; fills in its `plans` and `sensitivity`. `expected` collects the tensors met so far."""
 
     def __init__(self, artifact: Artifact):
         self.artifact = artifact
@@ -93,6 +110,8 @@ class _Checker:
             self._norm(name, entry)
         self._floats()
         self._plans()
+        if manifest["sensitivity"] is not None:
+            self._sensitivity()
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = self.artifact.tensors.get(name)
@@ -128,6 +147,8 @@ class _Checker:
         for key in CONV_SETTINGS if kind == "Conv2d" else ():
             if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):
                 raise ArtifactError(f"{label}: {key}={entry[key]!r} is not a list of whole numbers")
+        if entry["fed_by"] not in (None, UNKNOWN) and entry["fed_by"] not in {*self.artifact.layers} - {name}:
+            raise ArtifactError(f"{label}: it is fed by {entry['fed_by']!r}, which is not another quantised layer")
         if tied:
             owner = self.artifact.layers.get(entry["tied_to"])
             if not isinstance(owner, dict) or "tied_to" in owner or owner.get("shape") != entry["shape"]:
@@ -177,8 +198,12 @@ class _Checker:
             raise ArtifactError(f"{label}: it follows {entry['follows']!r}, which is not a quantised layer")
         if not _sizes((entry["num_features"],)) or not 0 <= entry["eps"] < math.inf:
             raise ArtifactError(f"{label}: num_features and eps must be positive")
-        widths = len(self.artifact.bit_choices)
-        shape = (widths, entry["num_features"])
+        sets = len(self.artifact.bit_choices)
+        if entry["fed_by"] is not None:
+            if entry["fed_by"] not in self.artifact.layers:
+                raise ArtifactError(f"{label}: it goes by {entry['fed_by']!r}, which is not a quantised layer")
+            sets **= 2
+        shape = (sets, entry["num_features"])
         if entry["affine"]:
             self._tensor(f"{name}/weight", torch.float32, shape)
             self._tensor(f"{name}/bias", torch.float32, shape)
@@ -186,7 +211,7 @@ class _Checker:
             self._tensor(f"{name}/running_mean", torch.float32, shape)
             if bool((self._tensor(f"{name}/running_var", torch.float32, shape) < 0).any()):
                 raise ArtifactError(f"{label}: a variance is negative")
-            self._tensor(f"{name}/num_batches_tracked", torch.int64, (widths,))
+            self._tensor(f"{name}/num_batches_tracked", torch.int64, (sets,))
 
     def _floats(self) -> None:
         tensors = self.artifact.tensors
@@ -213,6 +238,14 @@ class _Checker:
             if plan.default is None and len(plan) != len(layers):
                 raise ArtifactError(f"plan {name!r} does not cover every layer")
             self.artifact.plans[name] = plan
+
+    def _sensitivity(self) -> None:
+        try:
+            found = Sensitivity.from_dict(self.artifact.manifest["sensitivity"])
+        except ConfigError as problem:
+            raise ArtifactError(f"sensitivity: {problem}") from problem
+        check_sensitivity(found, self.artifact.layers)
+        self.artifact.sensitivity = found
 
 
 def _fields(label: str, entry: Any, fields: dict[str, type | tuple[type, ...]]) -> None:

@@ -12,11 +12,14 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
     A separate file counts that width's packed codes, its scales, its norm set and the float layers.
     """
     parts = {"codes": 0, "scales": 0, "norms": 0, "float": 0}
+    one_set = 0
     for name, tensor in artifact.tensors.items():
-        parts[_kind(artifact, name)] += tensor.nbytes
+        kind = _kind(artifact, name)
+        parts[kind] += tensor.nbytes
+        one_set += tensor.nbytes // len(tensor) if kind == "norms" else 0
     separate = {}
     for bits in artifact.bit_choices:
-        one = parts["float"] + parts["norms"] // len(artifact.bit_choices)
+        one = parts["float"] + one_set
         for name, entry in artifact.layers.items():
             if "tied_to" not in entry:
                 one += math.ceil(math.prod(entry["shape"]) * bits / 8)

@@ -9,13 +9,22 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial._version import __version__
-from bitdial.artifact.format import FLOAT, LARGEST_CODE, VERSION, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.format import (
+    FLOAT,
+    LARGEST_CODE,
+    VERSION,
+    check_sensitivity,
+    float_state,
+    layer_table_entry,
+    norm_table_entry,
+)
 from bitdial.container import write_container
 from bitdial.errors import ArtifactError, PlanError
 from bitdial.models import MODELS
-from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.nn import QuantLayer, SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.packing import pack_bytes
 from bitdial.plan import BitPlan, resolve_plan, unwrap
+from bitdial.sensitivity import Sensitivity
 
 
 def save(
@@ -24,12 +33,13 @@ def save(
     *,
     plans: Mapping[str, BitPlan] | None = None,
     metrics: Mapping[str, Any] | None = None,
+    sensitivity: Sensitivity | None = None,
 ) -> str:
     """Write the prepared, trained `model` to `path` (atomically) and return its digest.
 
     Only the highest width's integer codes are stored, with the scales, zero-points, norm sets and float layers. `plans`
-    are named BitPlans to keep with it, `metrics` any JSON values. Schemes that cannot narrow (`lsq`, `dorefa`) store
-    float weights.
+    are named BitPlans to keep with it, `metrics` any JSON values, `sensitivity` is what `hessian_trace` found. Schemes
+    that cannot narrow (`lsq`, `dorefa`) store float weights.
     """
     model = unwrap(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
@@ -46,8 +56,8 @@ def save(
     norm_table: dict[str, Any] = {}
     for name, norm in norms.items():
         tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(name, norm).items()}
-        first = norm.sets[str(norm.bit_choices[0])]
-        norm_table[name] = norm_table_entry(first) | {"follows": norm.follows}
+        fed_by = norm.fed_by if isinstance(norm, TransitionalBatchNorm) else None
+        norm_table[name] = norm_table_entry(norm.active) | {"follows": norm.follows, "fed_by": fed_by}
     floats, aliases = float_state(model, (*layers.values(), *norms.values()))
     tensors |= {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
     for name, tensor in tensors.items():
@@ -58,6 +68,10 @@ def save(
         if not isinstance(plan, BitPlan):
             raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
         resolve_plan(model, plan)
+    if sensitivity is not None:
+        if not isinstance(sensitivity, Sensitivity):
+            raise ArtifactError(f"sensitivity is a {type(sensitivity).__name__}; give what hessian_trace returns")
+        check_sensitivity(sensitivity, table)
     first_layer = next(iter(layers.values()))
     manifest = {
         "kind": "artifact",
@@ -72,6 +86,7 @@ def save(
         "architecture": _architecture(model),
         "plans": {name: plan.to_dict() for name, plan in (plans or {}).items()},
         "metrics": dict(metrics or {}),
+        "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
     return write_container(path, tensors, manifest, error=ArtifactError)
 
@@ -95,6 +110,7 @@ def _layer_parts(
         if "quantizer.scale" in key and not bool(((scale > 0) & (scale * LARGEST_CODE).isfinite()).all()):
             raise ArtifactError(f"layer {name!r}: {key} is not positive and of usable size; the file was not written")
     entry = layer_table_entry(name, layer)
+    entry["fed_by"] = layer.fed_by
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
     high, parts = layer.bit_choices[0], {}
     if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
@@ -118,7 +134,7 @@ def _layer_parts(
 
 
 def _norm_parts(name: str, norm: SwitchableBatchNorm) -> dict[str, Tensor]:
-    sets = [norm.sets[str(b)].state_dict() for b in norm.bit_choices]
+    sets = [norm.sets[key].state_dict() for key in norm.set_names()]
     for value in (v for s in sets for v in s.values()):
         if value.is_floating_point() and value.dtype != torch.float32:
             raise ArtifactError(f"norm {name!r} is {value.dtype}; convert the model with .float() first")

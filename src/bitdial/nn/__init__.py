@@ -1,11 +1,12 @@
 """The modules of a prepared model."""
 
-from bitdial.nn.batchnorm import SwitchableBatchNorm
-from bitdial.nn.layers import QuantConv2d, QuantLayer, QuantLinear
+from bitdial.nn.batchnorm import SwitchableBatchNorm, TransitionalBatchNorm
+from bitdial.nn.layers import UNKNOWN, QuantConv2d, QuantLayer, QuantLinear
 from bitdial.nn.packed import PackedConv2d, PackedLayer, PackedLinear
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 __all__ = [
+    "UNKNOWN",
     "ActivationQuantizer",
     "PackedConv2d",
     "PackedLayer",
@@ -14,5 +15,6 @@ __all__ = [
     "QuantLayer",
     "QuantLinear",
     "SwitchableBatchNorm",
+    "TransitionalBatchNorm",
     "WeightQuantizer",
 ]

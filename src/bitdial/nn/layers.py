@@ -6,13 +6,18 @@ from torch import Tensor, nn
 
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
+UNKNOWN = ""
+
 
 class QuantLayer(nn.Module):
     """What QuantConv2d and QuantLinear share: two quantizers and the selected widths. Abstract.
 
     Only `set_bits` changes `weight_bits` and `act_bits`. Without an activation quantizer the layer is weight-only and
-    `act_bits` has no effect.
+    `act_bits` has no effect. `fed_by` is the quantised layer that feeds this one: None if only float modules do,
+    UNKNOWN if that could not be followed.
     """
+
+    fed_by: str | None = UNKNOWN
 
     weight: Tensor
     weight_quantizer: WeightQuantizer

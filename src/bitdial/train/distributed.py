@@ -58,8 +58,8 @@ def average_norms(model: nn.Module) -> None:
         norm
         for module in modules
         if isinstance(module, SwitchableBatchNorm)
-        for bits, norm in module.sets.items()
-        if bits != str(module.bits)
+        for norm in module.sets.values()
+        if norm is not module.active
     }
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in resting]
     statistics = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]

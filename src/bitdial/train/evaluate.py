@@ -61,7 +61,7 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBit
     if first is None:
         raise TrainingError("recalibrate_norms needs at least one batch")
     with at_bits(model, plan), evaluating(model):
-        norms = [m.sets[str(m.bits)] for m in unwrap(model).modules() if isinstance(m, SwitchableBatchNorm)]
+        norms = [m.active for m in unwrap(model).modules() if isinstance(m, SwitchableBatchNorm)]
         if not norms:
             raise TrainingError("the model has no switchable batch norm to recalibrate")
         momenta = [norm.momentum for norm in norms]

@@ -113,7 +113,7 @@ class FusedNorm(nn.Module):
         """The value (if kept) and what the layer behind takes (if there is one)."""
         norm, layer = self._owned
         if isinstance(norm, SwitchableBatchNorm):
-            norm = norm.sets[str(norm.bits)]
+            norm = norm.active
         if isinstance(norm, nn.BatchNorm2d) and can_normalize(norm, x) and (other is None or other.shape == x.shape):
             codes = None if layer is None else _activation_codes(layer, x)
             return normalize(x, norm, moments=moments, other=other, cap=self.cap, codes=codes, keep=self.keep)
