@@ -7,9 +7,7 @@ import copy
 import importlib.util
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,14 +27,8 @@ runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=root, capture_output=True, text=True, timeout=400
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert " passed" in run.stdout
+def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
+    run_under_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
