@@ -301,6 +301,24 @@ def test_a_model_that_cannot_be_traced_is_called_as_it_is() -> None:
     assert FastModel(model, fused=True).model is model
 
 
+def test_a_model_in_eval_mode_is_traced_as_it_trains() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.dropout(x, 0.5, training=self.training))
+
+    model = Dropping().eval()
+    model.head.train()
+    fast = FastModel(model, fused=True)
+    assert (model.training, model.head.training) == (False, True), "modes stay what they were"
+    model.train()
+    x = torch.ones(1, 64)
+    assert not torch.equal(fast(x), fast(x))
+
+
 def test_a_model_with_hooks_is_called_as_it_is() -> None:
     model = build_model("cifar_resnet", blocks=1, width=4)
     model.layer1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]

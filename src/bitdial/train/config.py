@@ -40,7 +40,8 @@ class TrainConfig(Config):
     sigma_warmup    epochs at the start in which none is
     seed            of the sampled plans
     cuda_graph      on a single GPU, replay the whole step as one CUDA graph
-    fused           on a single GPU, call the model through fused kernels; see `bitdial.train.fuse`
+    fused           on a single GPU, call the model through fused kernels; its Python runs once, when it is traced; see
+                    `bitdial.train.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
     """
 

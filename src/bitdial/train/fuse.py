@@ -5,6 +5,9 @@ weight and takes the moments of its output, and a batch norm that goes on with t
 activation quantizer of the convolution behind it. Parameters, statistics and the selected widths stay in the model's
 own modules, so the dial, the optimizers and checkpoints know nothing of it. Where a node meets something that the
 kernels do not serve, it runs the modules that it replaced. A model that cannot be traced is called as it is.
+
+Tracing runs the model's Python once. What its `forward` decides in Python (by a counter, by `random`) is decided then,
+as it is in a recorded CUDA graph; such a model wants TrainConfig(fused=False, cuda_graph=False).
 """
 
 import logging
@@ -174,11 +177,15 @@ def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
     if any(hooks) or any(p._backward_hooks for p in model.parameters()):
         log.info("training runs without fused kernels: the model has hooks, which they would pass by")
         return model
+    modes = {module: module.training for module in model.modules()}
     try:
-        fast = fx.GraphModule(model, _Tracer().trace(model))
+        fast = fx.GraphModule(model, _Tracer().trace(model.train()))  # what asks for the mode is answered now
     except Exception as problem:  # whatever the model's code does with a proxy
         log.info("training runs without fused kernels: the model cannot be traced (%s)", problem)
         return model
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     for node in list(fast.graph.nodes):
         if node.op == "call_module" and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
             _replace_conv(fast, node, side)

@@ -59,7 +59,7 @@ class StepGraphs:
         except RuntimeError as problem:
             raise TrainingError(
                 f"the step could not be recorded as a CUDA graph ({problem}); the model or the loss waits for the GPU, "
-                "or moves data to it. Train with TrainConfig(cuda_graph=False)"
+                "or moves data to it. Train with TrainConfig(cuda_graph=False, fused=False)"
             ) from problem
         return _Recorded(graph, mine, labels, result)
 
