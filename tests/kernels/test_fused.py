@@ -50,23 +50,27 @@ def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
 
 # --- convolution --------------------------------------------------------------------------------
 
-CONVOLUTIONS = [  # images, channels, height, width, output channels, filter, stride, padding
-    (2, 16, 9, 7, 16, 3, 1, 1),
-    (1, 3, 8, 8, 16, 3, 1, 1),
-    (2, 16, 8, 8, 32, 3, 2, 1),
-    (3, 32, 5, 6, 32, 1, 1, 0),
-    (2, 16, 7, 7, 32, 1, 2, 0),
-    (1, 24, 5, 6, 40, 3, 1, 0),
-    (1, 20, 9, 9, 8, 5, 1, 2),
-    (2, 64, 8, 8, 64, 3, 1, 1),
+CONVOLUTIONS = [  # images, channels, height, width, output channels, filter, stride, padding, groups
+    (2, 16, 9, 7, 16, 3, 1, 1, 1),
+    (1, 3, 8, 8, 16, 3, 1, 1, 1),
+    (2, 16, 8, 8, 32, 3, 2, 1, 1),
+    (3, 32, 5, 6, 32, 1, 1, 0, 1),
+    (2, 16, 7, 7, 32, 1, 2, 0, 1),
+    (1, 24, 5, 6, 40, 3, 1, 0, 1),
+    (1, 20, 9, 9, 8, 5, 1, 2, 1),
+    (2, 64, 8, 8, 64, 3, 1, 1, 1),
+    (2, 16, 9, 7, 16, 3, 1, 1, 16),
+    (1, 96, 8, 8, 96, 3, 2, 1, 96),
+    (2, 33, 7, 9, 33, 5, 2, 2, 33),
+    (3, 24, 8, 8, 24, 3, 1, 0, 24),
 ]
 
 
 @runs
 @pytest.mark.parametrize("sizes", CONVOLUTIONS)
 def test_convolution_equals_pytorchs(sizes: tuple[int, ...]) -> None:
-    n, c, h, w, k, r, stride, padding = sizes
-    conv = nn.Conv2d(c, k, r, stride=stride, padding=padding, bias=False).to(DEVICE, memory_format=LAST)
+    n, c, h, w, k, r, stride, padding, groups = sizes
+    conv = nn.Conv2d(c, k, r, stride=stride, padding=padding, groups=groups, bias=False).to(DEVICE, memory_format=LAST)
     x = normal(n, c, h, w, seed=1).requires_grad_()
     assert fused.can_convolve(conv, x)
     expected = conv(x)
@@ -86,13 +90,15 @@ def test_convolution_equals_pytorchs(sizes: tuple[int, ...]) -> None:
 @runs
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested", "truncate", "lsq"])
 @pytest.mark.parametrize("channels", [1, 12])
-def test_convolution_of_quantised_weights(scheme: str, channels: int) -> None:
-    conv = nn.Conv2d(16, 12, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
-    x = normal(2, 16, 6, 6, seed=3).requires_grad_()
+@pytest.mark.parametrize("groups", [1, 12])
+def test_convolution_of_quantised_weights(scheme: str, channels: int, groups: int) -> None:
+    inputs = 12 if groups > 1 else 16
+    conv = nn.Conv2d(inputs, 12, 3, padding=1, groups=groups, bias=False).to(DEVICE, memory_format=LAST)
+    x = normal(2, inputs, 6, 6, seed=3).requires_grad_()
     scale = torch.linspace(0.01, 0.04, channels).to(DEVICE).requires_grad_()
     high = 4 if scheme == "lsq" else 8
     settings = {"high": high, "low": 4, "scheme": scheme, "ties": "even", "gradient_scale": 0.3}
-    expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1)
+    expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1, groups=groups)
     grad = normal(*expected.shape, seed=4)
     wanted = torch.autograd.grad(expected, (x, conv.weight, scale), grad)
     y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings))

@@ -95,7 +95,7 @@ class Moments(NamedTuple):
 
 
 def can_convolve(conv: nn.Conv2d, x: Tensor) -> bool:
-    """Whether `convolve` serves this convolution of x: few channels, 16-bit values, channels last, nothing unusual."""
+    """Whether `convolve` serves this convolution of x: depthwise or of few channels, 16-bit, nothing unusual."""
     return use_triton(x) and x.numel() < INDEXABLE and fits(conv)
 
 
@@ -107,8 +107,7 @@ def fits(conv: nn.Conv2d) -> bool:
         and use_triton(conv.weight)
         and conv.weight.dtype == torch.float32
         and conv.weight.is_contiguous(memory_format=torch.channels_last)
-        and max(conv.in_channels, conv.out_channels) <= MOST_CHANNELS
-        and conv.groups == 1
+        and (is_depthwise(conv) or (conv.groups == 1 and max(conv.in_channels, conv.out_channels) <= MOST_CHANNELS))
         and conv.dilation == (1, 1)
         and conv.padding_mode == "zeros"
         and conv.bias is None
@@ -117,6 +116,11 @@ def fits(conv: nn.Conv2d) -> bool:
         and isinstance(padding, tuple)
         and padding[0] == padding[1] < rows
     )
+
+
+def is_depthwise(conv: nn.Conv2d) -> bool:
+    """Whether each channel has a filter of its own."""
+    return conv.groups == conv.in_channels == conv.out_channels > 1
 
 
 def _quantize(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
@@ -136,18 +140,20 @@ class _Convolution(torch.autograd.Function):
         quantized: Tensor | None,
         stride: int,
         padding: int,
+        depthwise: bool,
         side: SideStream | None,
     ) -> tuple[Tensor, Tensor]:
-        from bitdial.kernels import triton_conv
+        from bitdial.kernels import triton_conv, triton_depthwise
 
         x = x.to(value_type(x), memory_format=torch.channels_last)
         if codes is None:
             quantized = weight.to(x.dtype)
         elif quantized is None:
             quantized = _quantize(weight, codes, x.dtype)
-        y, parts = triton_conv.convolve(x, quantized, stride, padding)
+        kernels = triton_depthwise if depthwise else triton_conv
+        y, parts = kernels.convolve(x, quantized, stride, padding)
         ctx.save_for_backward(x, weight, scale, quantized)
-        ctx.codes, ctx.stride, ctx.padding, ctx.side = codes, stride, padding, side
+        ctx.codes, ctx.stride, ctx.padding, ctx.depthwise, ctx.side = codes, stride, padding, depthwise, side
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)
         return y, parts
@@ -155,14 +161,15 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        from bitdial.kernels import triton_conv, triton_quantize
+        from bitdial.kernels import triton_conv, triton_depthwise, triton_quantize
 
         x, weight, scale, quantized = ctx.saved_tensors
+        kernels = triton_depthwise if ctx.depthwise else triton_conv
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         parameters = (weight,) if scale is None else (weight, scale)
 
         def weight_gradients() -> tuple[Tensor, ...]:
-            parts = triton_conv.weight_gradient(x, grad, quantized, ctx.stride, ctx.padding)
+            parts = kernels.weight_gradient(x, grad, quantized, ctx.stride, ctx.padding)
             if ctx.codes is None:
                 return (parts.sum(dim=0).permute(0, 3, 1, 2),)
             _, rounding, unclipped, gradient_scale = ctx.codes
@@ -176,14 +183,16 @@ class _Convolution(torch.autograd.Function):
             dw, *rest = weight_gradients()
             dscale = tuple(rest) or (None,)
         dx = None
-        if ctx.needs_input_grad[0] and ctx.stride == 1:
+        if ctx.needs_input_grad[0] and ctx.depthwise:
+            dx = triton_depthwise.input_gradient(grad, quantized, x, ctx.stride, ctx.padding)
+        elif ctx.needs_input_grad[0] and ctx.stride == 1:
             dx = triton_conv.input_gradient(grad, quantized, ctx.padding)
         elif ctx.needs_input_grad[0]:
             stride, padding = [ctx.stride] * 2, [ctx.padding] * 2
             dx = torch.ops.aten.convolution_backward(
                 grad, x, quantized, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
             )[0]
-        return dx, dw, *dscale, None, None, None, None, None
+        return dx, dw, *dscale, None, None, None, None, None, None
 
 
 def convolve(
@@ -203,7 +212,8 @@ def convolve(
 
     assert isinstance(conv.padding, tuple)
     scale = None if codes is None else codes.scale
-    y, parts = _Convolution.apply(x, weight, scale, codes, quantized, conv.stride[0], conv.padding[0], side)
+    geometry = (conv.stride[0], conv.padding[0], is_depthwise(conv))
+    y, parts = _Convolution.apply(x, weight, scale, codes, quantized, *geometry, side)
     return y, Moments(parts, PIXELS)
 
 
