@@ -124,6 +124,17 @@ def test_what_the_convolution_leaves_to_others() -> None:
     assert not fused.can_convolve(other, x)
 
 
+@runs
+def test_many_channels_on_large_images_are_left_to_others() -> None:
+    small, large = (torch.zeros(1, 64, size, size, device=DEVICE) for size in (256, 257))
+    wide = nn.Conv2d(64, 64, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
+    assert fused.can_convolve(wide, small)
+    assert not fused.can_convolve(wide, large)
+    for changes in ({"kernel_size": 1, "padding": 0}, {"out_channels": 32}, {"groups": 64}):
+        settings = {"in_channels": 64, "out_channels": 64, "kernel_size": 3, "padding": 1, "bias": False} | changes
+        assert fused.can_convolve(nn.Conv2d(**settings).to(DEVICE, memory_format=LAST), large), changes
+
+
 # --- norm ---------------------------------------------------------------------------------------
 
 

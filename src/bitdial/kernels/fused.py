@@ -17,6 +17,7 @@ from bitdial import functional as bf
 from bitdial.kernels.quantize import Rounding, rounding_of, use_triton, value_type
 
 MOST_CHANNELS = 64  # above, cuDNN's convolutions are good
+FEW_CHANNELS, MANY_PIXELS = 32, 2**16  # so they are above these two, if the filter is larger than a pixel
 INDEXABLE = 2**31
 CONVOLUTION_TYPES = (torch.bfloat16, torch.float16)
 
@@ -96,7 +97,9 @@ class Moments(NamedTuple):
 
 def can_convolve(conv: nn.Conv2d, x: Tensor) -> bool:
     """Whether `convolve` serves this convolution of x: depthwise or of few channels, 16-bit, nothing unusual."""
-    return use_triton(x) and x.numel() < INDEXABLE and fits(conv)
+    crowded = not is_depthwise(conv) and min(conv.in_channels, conv.out_channels) > FEW_CHANNELS
+    large = x.numel() > MANY_PIXELS * conv.in_channels and conv.kernel_size != (1, 1)
+    return use_triton(x) and x.numel() < INDEXABLE and not (crowded and large) and fits(conv)
 
 
 def fits(conv: nn.Conv2d) -> bool:

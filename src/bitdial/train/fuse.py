@@ -58,6 +58,7 @@ class FusedConv(nn.Module):
         self._conv = (conv,)  # not a submodule: the model owns it
         self.side = side
         self.takes_quantized = False
+        self.served = False  # by the kernels, when it was called last
         self.ready: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -66,8 +67,8 @@ class FusedConv(nn.Module):
         return self._conv[0]
 
     def quantize_ahead(self) -> None:
-        """Start to quantise the weight for the next pass, where the kernels will take it so."""
-        codes = self.codes() if fits(self.conv) else None
+        """Start to quantise the weight for the next pass, if the kernels are likely to take it."""
+        codes = self.codes() if self.served and fits(self.conv) else None
         if codes is not None and self.side is not None:
             self.ready = self.side.quantize(self.conv.weight, codes)
 
@@ -83,11 +84,12 @@ class FusedConv(nn.Module):
         conv, ready, self.ready = self.conv, self.ready, None
         if isinstance(conv, QuantConv2d) and conv.act_quantizer is not None and not self.takes_quantized:
             x = conv.act_quantizer(x, conv.act_bits)
-        codes = self.codes() if can_convolve(conv, x) else None
+        self.served = can_convolve(conv, x)
+        codes = self.codes() if self.served else None
         weight = conv.weight
         if isinstance(conv, QuantConv2d) and codes is None:
             weight = conv.weight_quantizer(weight, conv.weight_bits)
-        if not can_convolve(conv, x):
+        if not self.served:
             return conv._conv_forward(x, weight, conv.bias), None
         quantized = None
         if ready is not None:
