@@ -34,9 +34,9 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Batch, Tensor]], settings: Iterable[LayerBits | BitPlan]
+    model: nn.Module, batches: Iterable[tuple[Batch, Tensor]], settings: Iterable[LayerBits | BitPlan | str]
 ) -> dict[Any, float]:
-    """Accuracy at each of `settings` (bit-widths or plans); the model's setting is put back afterwards."""
+    """Accuracy at each of `settings` (widths, plans, or names of stored ones); the model's setting is put back."""
     batches = list(batches)
     results: dict[Any, float] = {}
     for setting in settings:
