@@ -108,6 +108,18 @@ def test_convolution_of_quantised_weights(scheme: str, channels: int, groups: in
 
 
 @runs
+def test_a_scale_learns_although_its_weight_is_frozen() -> None:
+    conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST).requires_grad_(False)
+    scale = torch.linspace(0.01, 0.04, 16).to(DEVICE).requires_grad_()
+    settings = {"high": 8, "low": 4, "scheme": "double_rounding", "ties": "even", "gradient_scale": 1.0}
+    x = normal(2, 16, 6, 6, seed=3)
+    expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1)
+    grad = normal(*expected.shape, seed=4)
+    y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings))
+    close(torch.autograd.grad(y, scale, grad)[0], torch.autograd.grad(expected, scale, grad)[0], tolerance=1e-4)
+
+
+@runs
 def test_what_the_convolution_leaves_to_others() -> None:
     x = normal(2, 16, 6, 6, seed=5)
     good = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
@@ -340,3 +352,28 @@ def test_a_model_with_hooks_is_called_as_it_is() -> None:
     model = build_model("cifar_resnet", blocks=1, width=4)
     model.layer1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
     assert FastModel(model, fused=True).model is model
+
+
+def test_a_hook_on_a_gradient_counts_too() -> None:
+    model = build_model("cifar_resnet", blocks=1, width=4)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    assert FastModel(model, fused=True).model is model
+
+
+def test_layers_called_by_keyword_and_filters_of_other_ranks_stay() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
+            self.deep = nn.Conv3d(1, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(input=self.conv(input=x)).mean() + self.deep(torch.ones(1, 1, 3, 3, 3)).mean()
+
+    model = Keywords()
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(15))
+    expected = copy.deepcopy(model)(x)
+    fast = FastModel(model, fused=True)
+    assert fast.model is not model
+    close(fast(x), expected, tolerance=1e-5)
+    assert model.conv.weight.is_contiguous(memory_format=LAST)

@@ -182,7 +182,7 @@ class _Convolution(torch.autograd.Function):
         dscale: tuple[Tensor | None, ...] = (None,)
         if ctx.side is not None and all(p.is_leaf and p.requires_grad for p in parameters):
             ctx.side.start(parameters, weight_gradients, (x, grad, quantized))
-        elif ctx.needs_input_grad[1]:
+        elif any(ctx.needs_input_grad[1:3]):  # also where the weight is frozen and its scale learns
             dw, *rest = weight_gradients()
             dscale = tuple(rest) or (None,)
         dx = None

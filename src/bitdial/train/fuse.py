@@ -147,10 +147,16 @@ class _Tracer(fx.Tracer):
 
 
 class FastModel:
-    """Calls a model, and runs backward passes, on the fast path if there is one; shares all of the model's modules."""
+    """Calls a model, and runs backward passes, on the fast path if there is one; shares all of the model's modules.
+
+    The fast path lays the model's filters out channels-last, in place.
+    """
 
     def __init__(self, model: nn.Module, *, fused: bool):
         self.side = SideStream() if fused and next(model.parameters()).is_cuda else None
+        for parameter in model.parameters() if fused else ():
+            if parameter.dim() == 4:  # Module.to(memory_format=...) would stumble over those with 5
+                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
         self.model = _fuse(model, self.side) if fused else model
         self.convolutions = [module for module in self.model.modules() if isinstance(module, FusedConv)]
 
@@ -175,8 +181,10 @@ class FastModel:
 
 def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
     """`model` with fused nodes, or `model` itself where that cannot be."""
-    hooks = (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
-    if any(hooks) or any(p._backward_hooks for p in model.parameters()):
+    on_modules = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    on_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = any(getattr(m, kind) for m in model.modules() for kind in on_modules)
+    if hooked or any(getattr(p, kind) for p in model.parameters() for kind in on_parameters):
         log.info("training runs without fused kernels: the model has hooks, which they would pass by")
         return model
     modes = {module: module.training for module in model.modules()}
@@ -189,10 +197,10 @@ def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
         for module, mode in modes.items():
             module.training = mode
     for node in list(fast.graph.nodes):
-        if node.op == "call_module" and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
+        if _is_plain_call(node) and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
             _replace_conv(fast, node, side)
     for node in list(fast.graph.nodes):
-        if node.op == "call_module" and _is_norm(_module(fast, node)):
+        if _is_plain_call(node) and _is_norm(_module(fast, node)):
             _replace_norm(fast, node)
     fast.graph.lint()
     fast.recompile()
@@ -242,6 +250,11 @@ def _insert(fast: fx.GraphModule, module: nn.Module, args: tuple[Any, ...]) -> f
     name = f"fused_{sum(1 for n in fast._modules if n.startswith('fused_'))}"
     fast.add_module(name, module)
     return fast.graph.call_module(name, args)
+
+
+def _is_plain_call(node: fx.Node) -> bool:
+    """Whether `node` calls a module with one positional argument."""
+    return node.op == "call_module" and len(node.args) == 1 and not node.kwargs
 
 
 def _module(fast: fx.GraphModule, node: fx.Node) -> nn.Module:

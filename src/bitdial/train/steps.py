@@ -83,8 +83,6 @@ class JointStep:
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
         fused = self.on_gpu and config.fused and distributed.world_size() == 1
-        if fused:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.fast = FastModel(model, fused=fused)
         self.scales, self.weights = split_parameters(unwrap(model))
         if not self.weights:
