@@ -24,7 +24,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -147,6 +147,30 @@ def _check_count(name: str, value: object, least: int) -> None:
 def _shown(value: object) -> str:
     """A number as it is; of anything else, which may be hostile, the type."""
     return repr(value)[:40] if isinstance(value, int | float) else type(value).__name__
+
+
+def sensitivity_of(given: Sensitivity | Mapping[str, float], layers: Sequence[str]) -> dict[str, float]:
+    """A finite number for each of `layers`, and for no other: as `given`, or the measured trace per weight."""
+    if isinstance(given, Sensitivity):
+        given = {name: entry.normalized for name, entry in given.layers.items()}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"sensitivity is a {type(given).__name__}; give what hessian_trace returns, or {{layer: number}}"
+        )
+    if unknown := [name for name in given if name not in layers]:
+        raise ConfigError(
+            f"the sensitivities name {unknown[0]!r}, which is not a quantised layer of the model; "
+            f"those are {', '.join(map(repr, layers[:5]))}{' ...' if len(layers) > 5 else ''}"
+        )
+    for name in layers:
+        if name not in given:
+            raise ConfigError(f"layer {name!r} has no sensitivity; give one for every quantised layer")
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(
+                f"layer {name!r}: its sensitivity is {value}; it must be a finite number: measure it again"
+            )
+    return {name: float(given[name]) for name in layers}
 
 
 def hessian_trace(

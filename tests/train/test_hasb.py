@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bitdial import BitPlan, JointStep, TrainConfig, get_bits, train
+from bitdial import BitPlan, JointStep, TrainConfig, get_bits, hessian_trace, train
 from bitdial.errors import CheckpointError, ConfigError
 from bitdial.train.hasb import PlanSampler, roulette, sensitive_layers, sigma_at
 
@@ -25,16 +25,8 @@ def test_probabilities_by_hand() -> None:
 
 
 def test_a_layer_at_the_mean_is_sensitive() -> None:
-    assert sensitive_layers(LAYERS, {"a": 1.0, "b": 2.0, "c": 3.0, "d": 2.0}) == {"b", "c", "d"}
-    assert sensitive_layers(["a", "b"], {"a": -1.0, "b": -3.0, "unused": 100.0}) == {"a"}
-
-
-@pytest.mark.parametrize(
-    ("sensitivity", "problem"), [({"a": 1.0}, "'b' is missing"), ({"a": 1.0, "b": math.nan}, "'b' is nan")]
-)
-def test_sensitivities_that_are_missing_or_not_finite(sensitivity: dict[str, float], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        sensitive_layers(["a", "b"], sensitivity)
+    assert sensitive_layers({"a": 1.0, "b": 2.0, "c": 3.0, "d": 2.0}) == {"b", "c", "d"}
+    assert sensitive_layers({"a": -1.0, "b": -3.0}) == {"a"}
 
 
 def chi_square(counts: Counter[int], probabilities: dict[int, float]) -> float:
@@ -164,8 +156,28 @@ def test_random_sampling_needs_no_sensitivity_and_knows_no_layer_from_another(ma
 def test_hasb_asks_for_sensitivities(make_model) -> None:
     with pytest.raises(ConfigError, match="sampling='hasb' needs the sensitivity"):
         JointStep(make_model(), config(), steps_per_epoch=1)
-    with pytest.raises(ConfigError, match="'hidden' is missing"):
-        JointStep(make_model(), config(), steps_per_epoch=1, sensitivity={"conv": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"conv": 1.0}, "'hidden' has no sensitivity"),
+        ({**SENSITIVITY, "hidden": math.nan}, "'hidden': its sensitivity is nan"),
+        ({**SENSITIVITY, "hidden": "much"}, "'hidden': its sensitivity is much"),
+        ({**SENSITIVITY, "head": 1.0}, "name 'head', which is not a quantised layer"),
+        ([1.0, 2.0], "sensitivity is a list; give what hessian_trace returns"),
+    ],
+)
+def test_sensitivities_are_checked(make_model, given: object, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        JointStep(make_model(), config(), steps_per_epoch=1, sensitivity=given)
+
+
+def test_what_was_measured_can_be_passed_as_it_is(make_model, make_images) -> None:
+    model = make_model((8, 4, 2))
+    found = hessian_trace(model, [make_images(16)], most_samples=2, progress=False)
+    step = JointStep(model, config(), steps_per_epoch=1, sensitivity=found)
+    assert step.sensitivity == {name: entry.normalized for name, entry in found.layers.items()}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from bitdial.config import check_choice
 from bitdial.cost import Costs, as_written, prepared_layers
 from bitdial.errors import BudgetError, ConfigError
 from bitdial.plan import BitPlan, LayerBits
-from bitdial.search.problem import LayerLosses, Problem, build_problem, check_sensitivity, layer_losses
+from bitdial.search.problem import LayerLosses, Problem, build_problem, layer_losses, loss_weights
 from bitdial.search.progress import tracked
 from bitdial.search.solve import solve
+from bitdial.sensitivity import Sensitivity
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Candidate:
 
 def search(
     model: nn.Module,
-    sensitivity: Mapping[str, float],
+    sensitivity: Sensitivity | Mapping[str, float],
     costs: Costs,
     budgets: Mapping[str, float],
     *,
@@ -59,7 +60,7 @@ def search(
 
 def candidates(
     model: nn.Module,
-    sensitivity: Mapping[str, float],
+    sensitivity: Sensitivity | Mapping[str, float],
     costs: Costs,
     budgets: Mapping[str, Sequence[float]] | None = None,
     *,
@@ -117,7 +118,7 @@ def _find(
     limits: dict[str, Fraction],
     costs: Costs,
     losses: LayerLosses,
-    sensitivity: Mapping[str, float],
+    sensitivity: Sensitivity | Mapping[str, float],
 ) -> Candidate:
     """Solve, then evaluate the plan by itself, from the layers rather than the solver's table."""
     chosen = solve(problem, limits)
@@ -126,7 +127,7 @@ def _find(
     exact["bytes"] += costs.float_bytes
     for name, limit in limits.items():
         assert exact[name] <= limit, f"{name}: the plan costs {exact[name]}, the budget is {limit}"
-    weight = check_sensitivity(sensitivity, list(costs.layers))
+    weight = loss_weights(sensitivity, list(costs.layers))
     loss = math.fsum(weight[name] * losses[name][plan[name][0]] for name in costs.layers)
     assert math.isclose(loss, problem.loss(chosen), rel_tol=1e-9), "the plan's loss is not what was minimised"
     return Candidate(plan, loss, costs.of(plan), {name: float(limit) for name, limit in limits.items()})

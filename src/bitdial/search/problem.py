@@ -10,8 +10,9 @@ from torch import nn
 
 from bitdial.config import check_choice
 from bitdial.cost import Costs, prepared_layers
-from bitdial.errors import ConfigError, PlanError, QuantizationError
+from bitdial.errors import PlanError, QuantizationError
 from bitdial.plan import BitPlan, LayerBits, resolve_bits
+from bitdial.sensitivity import Sensitivity, sensitivity_of
 
 OBJECTIVES: tuple[str, ...] = ("error", "bits")
 Pair = tuple[int, int]  # weight bits, activation bits
@@ -75,14 +76,14 @@ class Problem:
 def build_problem(
     costs: Costs,
     losses: LayerLosses,
-    sensitivity: Mapping[str, float],
+    sensitivity: Sensitivity | Mapping[str, float],
     *,
     groups: Iterable[Iterable[str]] = (),
     pinned: Mapping[str, LayerBits] | None = None,
     activation_bits: int | None = None,
 ) -> Problem:
     """The table for `search`, from what each layer loses at each width and how much that matters (`sensitivity`)."""
-    weight = check_sensitivity(sensitivity, list(costs.layers))
+    weight = loss_weights(sensitivity, list(costs.layers))
     held = {name: _held(costs, name, bits) for name, bits in (pinned or {}).items()}
     if activation_bits is not None:
         resolve_bits(costs.bit_choices, activation_bits)  # checks it
@@ -110,23 +111,13 @@ def build_problem(
     return Problem(units=tuple(units), constant={"bytes": Fraction(costs.float_bytes)})
 
 
-def check_sensitivity(sensitivity: Mapping[str, float], layers: list[str]) -> dict[str, float]:
+def loss_weights(sensitivity: Sensitivity | Mapping[str, float], layers: list[str]) -> dict[str, float]:
     """The sensitivities as weights of the loss: every layer has one, and what is negative counts as 0.
 
     A Hessian trace is the sum of a layer's curvatures. An estimate below 0 says that the layer is flat as far as the
     samples can tell; taken at its word it would reward error.
     """
-    if unknown := [name for name in sensitivity if name not in layers]:
-        raise ConfigError(
-            f"the sensitivities name {unknown[0]!r}, which is not a quantised layer of the model; "
-            f"those are {', '.join(map(repr, layers[:5]))}{' ...' if len(layers) > 5 else ''}"
-        )
-    for name in layers:
-        if name not in sensitivity:
-            raise ConfigError(f"layer {name!r} has no sensitivity; give one for every quantised layer")
-        if not math.isfinite(sensitivity[name]):
-            raise ConfigError(f"layer {name!r}: its sensitivity is {sensitivity[name]}; measure it again")
-    return {name: max(float(sensitivity[name]), 0.0) for name in layers}
+    return {name: max(value, 0.0) for name, value in sensitivity_of(sensitivity, layers).items()}
 
 
 def layer_losses(model: nn.Module, objective: str) -> LayerLosses:

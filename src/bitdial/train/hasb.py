@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bitdial.errors import ConfigError
 from bitdial.plan import BitPlan
 
 
@@ -25,16 +24,10 @@ def roulette(bit_choices: Sequence[int], *, sensitive: bool) -> torch.Tensor:
     return weights / weights.sum()
 
 
-def sensitive_layers(layers: Sequence[str], sensitivity: Mapping[str, float]) -> set[str]:
-    """The layers whose sensitivity is not below the mean over `layers`; all of them must have one."""
-    missing = [name for name in layers if name not in sensitivity]
-    if missing:
-        raise ConfigError(f"the sensitivity of layer {missing[0]!r} is missing; every quantised layer needs one")
-    wrong = [name for name in layers if not math.isfinite(sensitivity[name])]
-    if wrong:
-        raise ConfigError(f"the sensitivity of layer {wrong[0]!r} is {sensitivity[wrong[0]]}; it must be finite")
-    mean = math.fsum(sensitivity[name] for name in layers) / len(layers)
-    return {name for name in layers if sensitivity[name] >= mean}
+def sensitive_layers(sensitivity: Mapping[str, float]) -> set[str]:
+    """The layers whose sensitivity is not below the mean."""
+    mean = math.fsum(sensitivity.values()) / len(sensitivity)
+    return {name for name, value in sensitivity.items() if value >= mean}
 
 
 class PlanSampler:

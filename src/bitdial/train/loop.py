@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.observe import Batch
 from bitdial.plan import set_bits
+from bitdial.sensitivity import Sensitivity
 from bitdial.train import distributed
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.config import TrainConfig
@@ -91,7 +92,7 @@ def train(
     loss: LossFunction = F.cross_entropy,
     evaluate_on: Sequence[tuple[Batch, Tensor]] | None = None,
     teacher: nn.Module | None = None,
-    sensitivity: Mapping[str, float] | None = None,
+    sensitivity: Sensitivity | Mapping[str, float] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> History:

@@ -20,6 +20,7 @@ from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
 from bitdial.observe import Batch, call
 from bitdial.plan import BitPlan, LayerBits, dialled_layers, set_bits, unwrap
+from bitdial.sensitivity import Sensitivity, sensitivity_of
 from bitdial.train import distributed
 from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
 from bitdial.train.config import TrainConfig
@@ -51,8 +52,8 @@ class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
     `loss` takes (model output, targets). `teacher` goes with distill='teacher', `samples` (the size of the training
-    set) with distill='progressive', `sensitivity` (a number for each quantised layer, such as its Hessian trace by
-    parameter) with sampling='hasb'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
+    set) with distill='progressive', `sensitivity` (what `hessian_trace` returns, or a number for each quantised layer)
+    with sampling='hasb'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class JointStep:
         loss: LossFunction = F.cross_entropy,
         teacher: nn.Module | None = None,
         samples: int | None = None,
-        sensitivity: Mapping[str, float] | None = None,
+        sensitivity: Sensitivity | Mapping[str, float] | None = None,
     ):
         if steps_per_epoch < 1:
             raise ConfigError(f"steps_per_epoch={steps_per_epoch} must be at least 1; is the data empty?")
@@ -77,7 +78,7 @@ class JointStep:
         self.bit_choices = next(iter(self.layers.values())).bit_choices
         self.samples = samples
         self.steps_per_epoch = steps_per_epoch
-        self.sensitivity = None if sensitivity is None else {name: float(sensitivity[name]) for name in sensitivity}
+        self.sensitivity = None if sensitivity is None else sensitivity_of(sensitivity, list(self.layers))
         self.sampler = self._sampler()
         self.distiller = Distiller(config, teacher=teacher, samples=samples)
         device = next(model.parameters()).device
@@ -104,7 +105,7 @@ class JointStep:
         if self.config.sampling == "hasb":
             if self.sensitivity is None:
                 raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
-            sensitive = sensitive_layers(list(self.layers), self.sensitivity)
+            sensitive = sensitive_layers(self.sensitivity)
         return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
 
     def plans(self) -> Mapping[int, LayerBits | BitPlan]:
