@@ -19,7 +19,7 @@ LEVELS: dict[str, int] = {
     "errors": 0, "_cpu": 0, "_version": 0,
     "functional": 1, "packing": 1, "plan": 1, "config": 1, "models": 1, "container": 1,
     "nn": 2, "kernels": 2,
-    "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "cost": 3,
+    "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "hessian": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,
     "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5,
     "cli": 6, "__main__": 6,

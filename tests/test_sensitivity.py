@@ -20,7 +20,8 @@ from bitdial import BitPlan, QuantConfig, Sensitivity, batched, hessian_trace, p
 from bitdial.cli import main
 from bitdial.container import read_container, write_container
 from bitdial.errors import ArtifactError, BitdialError, ConfigError
-from bitdial.sensitivity import LEAST_SAMPLES, LayerSensitivity
+from bitdial.hessian import LEAST_SAMPLES
+from bitdial.sensitivity import LayerSensitivity
 
 LAYERS = ["conv", "linear"]
 

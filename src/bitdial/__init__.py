@@ -19,12 +19,13 @@ from bitdial.cost import measure_costs  # noqa: E402
 from bitdial.errors import BitdialError  # noqa: E402
 from bitdial.exact import code_exact  # noqa: E402
 from bitdial.functional import narrow  # noqa: E402
+from bitdial.hessian import hessian_trace  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
 from bitdial.plan import BitPlan, at_bits, get_bits, set_bits  # noqa: E402
 from bitdial.prepare import add_transitions, prepare  # noqa: E402
 from bitdial.runtime import load, load_trainable  # noqa: E402
 from bitdial.search import candidates, evaluate_plans, pareto_front, search  # noqa: E402
-from bitdial.sensitivity import Sensitivity, hessian_trace  # noqa: E402
+from bitdial.sensitivity import Sensitivity  # noqa: E402
 from bitdial.train import (  # noqa: E402
     ArrayData,
     JointStep,

@@ -21,12 +21,12 @@ from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.config import SCALE_GRADIENTS, STARTS, check_bit_choices
 from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
+from bitdial.hessian import hessian_trace
 from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.recipes.cifar10 import cifar10_data
 from bitdial.recipes.digits import digits_data
 from bitdial.runtime import load, load_trainable
-from bitdial.sensitivity import hessian_trace
 from bitdial.train import accuracy, batched
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
