@@ -29,7 +29,7 @@ from bitdial.recipes.digits import digits_data
 from bitdial.runtime import load, load_trainable
 from bitdial.train import accuracy, batched
 from bitdial.train.alrs import READINGS
-from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
+from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SCALE_STATES, UPDATES
 
 TestData = list[tuple[Tensor, Tensor]]
 
@@ -138,6 +138,7 @@ def _train_command(train: argparse.ArgumentParser) -> None:
         help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
     )
     joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
+    joint.add_argument("--optimizer", choices=OPTIMIZERS, help="of weights; scales have Adam (default: %(default)s)")
     joint.add_argument(
         "--update",
         choices=UPDATES,
