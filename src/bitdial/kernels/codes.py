@@ -26,7 +26,7 @@ class Dial(NamedTuple):
     def of(cls, rows: Sequence[tuple[float, ...]], choice: Tensor | None, device: torch.device) -> "Dial":
         """One row and no choice, or a row for each width and the choice of one."""
         table = _table(tuple(rows), device)
-        return cls(table, _first(device) if choice is None else choice)
+        return cls(table, first_row(device) if choice is None else choice)
 
 
 # Recorded graphs read these tensors by their address, so they are kept for good. They are small, and few.
@@ -36,7 +36,8 @@ def _table(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _first(device: torch.device) -> Tensor:
+def first_row(device: torch.device) -> Tensor:
+    """The choice of the first row."""
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 

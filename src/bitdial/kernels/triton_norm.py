@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.codes import ActivationCodes
+from bitdial.kernels.codes import ActivationCodes, first_row
 from bitdial.kernels.triton_quantize import _act_factor, _act_range, _clip, _nearest, _ratio
 
 ELEMENTS = 2048  # of a tile
@@ -360,7 +360,7 @@ def default_tile_rows(x: Tensor) -> int:
 
 def _pointers(codes: ActivationCodes | None, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scale, table and choice for a kernel; without codes it looks at none of them."""
-    return (norm, norm, norm) if codes is None else (codes.scale, *codes.dial)
+    return (norm, norm, first_row(norm.device)) if codes is None else (codes.scale, *codes.dial)
 
 
 def apply_forward(
