@@ -34,6 +34,7 @@ def run_demo(out: Path, *, progress: bool = True) -> DemoOutcome:
     live = load(artifact)
     identical, agreement = _compare(outcome, live)
     size = sizes(artifact)
+    assert outcome.float_model is not None
     float_bytes = sum(t.nbytes for t in outcome.float_model.state_dict().values())
     result = {
         "float_top1": outcome.float_top1,

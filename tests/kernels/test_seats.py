@@ -69,9 +69,7 @@ def images(seed: int) -> tuple[Tensor, Tensor]:
 def network(*, transitions: bool = False, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     model = prepare(Net().to(DEVICE), QuantConfig(bit_choices=BITS, **settings), images(0)[0])
-    if transitions:
-        add_transitions(model)
-    return model
+    return add_transitions(model) if transitions else model
 
 
 def stepper(model: nn.Module, *, seats: bool, **settings: Any) -> JointStep:

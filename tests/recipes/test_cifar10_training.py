@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few images in a few steps, on the CPU whatever the machine has."""
     monkeypatch.setattr(cifar10, "HELD_OUT", 8)
     monkeypatch.setattr(training, "BATCH", 8)
-    monkeypatch.setattr(training, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(training, "run_device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ class RecipeOptions:
     progress: bool = True
 
     holdout: bool = False
+    start_from: Path | None = None  # the file that a mixed-precision stage goes on from
     seed: int = 0
     epochs: int | None = None
     float_epochs: int | None = None  # None: as many as `epochs`
@@ -56,6 +57,9 @@ class RecipeOptions:
     learn_scales: bool = TrainConfig.learn_scales
     scale_lr: float | None = TrainConfig.scale_lr
     scale_state: str = TrainConfig.scale_state
+    sampling: str = TrainConfig.sampling
+    sigma: float = TrainConfig.sigma
+    sigma_warmup: int = TrainConfig.sigma_warmup
     distill: str = TrainConfig.distill
     teacher: str | None = None  # None: the student's own float model
     distill_weight: float = TrainConfig.distill_weight
@@ -65,8 +69,13 @@ class RecipeOptions:
         if self.teacher is not None:
             check_choice("teacher", self.teacher, TEACHERS)
         soft = (self.distill_weight, self.temperature) != (TrainConfig.distill_weight, TrainConfig.temperature)
+        drawn = (self.sigma, self.sigma_warmup) != (TrainConfig.sigma, TrainConfig.sigma_warmup)
         own_scale_steps = self.scale_lr is not None or self.scale_state != TrainConfig.scale_state
         conflicts = {
+            "--sampling (hasb or random) and --start-from go together": (
+                (self.start_from is None) != (self.sampling == "none")
+            ),
+            "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
             "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
             "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
             "--distill in_place needs a lower width to teach: give --bits two or more": (
@@ -110,7 +119,7 @@ class RecipeOutcome:
     """A finished run: the trained model, its float origin, where its artifact is, and how it did."""
 
     model: nn.Module
-    float_model: nn.Module
+    float_model: nn.Module | None  # None if the run went on from a file
     artifact: Path
     history: History
     float_top1: float
