@@ -81,7 +81,7 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
         (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
         (["eval", "FILE", "--data", "SHAPE"], "does not fit the model"),
         (["eval", "FILE", "--data", "LABELS"], "targets of shape"),
-        (["train", "digits", "--out", "OUT", "--holdout"], "takes no --holdout"),
+        (["train", "digits", "--out", "OUT", "--recalibrate", "2"], "takes no --recalibrate"),
         (["train", "digits", "--out", "OUT", "--data", "OUT"], "takes no --data"),
         (["train", "digits", "--out", "OUT", "--epochs", "1", "--lr", "-1"], "lr=-1.0 must be a positive number"),
     ],
@@ -114,7 +114,14 @@ def test_wrong_usage_exits_with_2(capsys, command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], *([name, "--help"] for name in ("demo", "train", "eval", "inspect", "switch"))]
+    "command",
+    [
+        ["--help"],
+        *(
+            [name, "--help"]
+            for name in ("demo", "train", "eval", "inspect", "switch", "sensitivity", "search", "pareto")
+        ),
+    ],
 )
 def test_help_of_every_command(capsys, command) -> None:
     with pytest.raises(SystemExit) as stop:

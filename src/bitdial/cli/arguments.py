@@ -53,3 +53,22 @@ def bits_setting(text: str) -> LayerBits | str:
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
         return int(text) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
     return text
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """The shape of one input, such as 3x32x32."""
+    return tuple(positive(part) for part in text.split("x"))
+
+
+def layer_list(text: str) -> list[str]:
+    """Layer names or patterns, such as layer1.*,layer2.0.conv1."""
+    return [part for part in text.split(",") if part]
+
+
+def pin(text: str) -> tuple[str, LayerBits]:
+    """A layer (or pattern) and its bits, such as layer1.0.conv1=8 or layer1.*=4:8."""
+    name, sign, bits = text.rpartition("=")
+    value = bits_setting(bits)
+    if not sign or not name or isinstance(value, str):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYER=BITS, such as layer1.0.conv1=8")
+    return name, value

@@ -15,8 +15,8 @@ from typing import Any
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
 from bitdial.cli.data import accuracy_on, test_data
-from bitdial.cli.mixed import sensitivity_command
-from bitdial.cli.tables import percent, setting_label, show_table
+from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
+from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
 from bitdial.config import SCALE_GRADIENTS, STARTS
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the whole path on embedded data, in about a minute")
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results (default: demo-out)")
+    demo.add_argument(
+        "--mixed", action="store_true", help="mixed precision: bits by layer, found for budgets, in about a minute"
+    )
     demo.set_defaults(run=_demo)
 
     _train_command(commands.add_parser("train", help="run a training recipe; run it again to resume"))
@@ -83,6 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     switch.set_defaults(run=_switch)
 
     sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
+    search_command(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
+    pareto_command(
+        commands.add_parser("pareto", help="measure many plans, store those that no other beats, and a page")
+    )
     return parser
 
 
@@ -156,6 +163,9 @@ def _train_command(train: argparse.ArgumentParser) -> None:
 def _demo(options: argparse.Namespace) -> None:
     from bitdial.demo import run_demo
 
+    if options.mixed:
+        _mixed_demo(options)
+        return
     print("Training a small residual network on handwritten digits: float first, then 8, 6, 4 and 2 bits jointly.")
     began = time.monotonic()
     outcome = run_demo(options.out)
@@ -186,6 +196,40 @@ def _demo(options: argparse.Namespace) -> None:
     print(
         f"Saved {options.out / result['artifact']}, reloaded it and switched it live, in "
         f"{time.monotonic() - began:.0f} s. Figures: {outcome.page}"
+    )
+
+
+def _mixed_demo(options: argparse.Namespace) -> None:
+    from bitdial.mixed_demo import LABELS, run_mixed_demo
+
+    began = time.monotonic()
+    outcome = run_mixed_demo(options.out, tell=print)
+    result = outcome.result
+    rows = [
+        [
+            name,
+            percent(plan["held_out"]),
+            percent(plan["test"]),
+            number(plan["average_bits"]),
+            number(plan["bytes"]),
+            number(plan["bitops"]),
+        ]
+        for name, plan in result["plans"].items()
+    ]
+    for one in outcome.front.uniform:
+        bits = bits_text(next(iter(one.plan.values())))
+        top1 = percent(result["top1"]["hasb"][bits])
+        costs = [number(one.costs[quantity]) for quantity in ("average_bits", "bytes", "bitops")]
+        rows.append([f"{bits} bits everywhere", percent(one.accuracy), top1, *costs])
+    columns = ["setting", "held-out accuracy", "test accuracy", "average bits", "bytes if alone", "BitOps"]
+    show_table("One file, a plan for each budget", columns, rows)
+    show_correlation(outcome.front)
+    means = ", ".join(f"{LABELS[name]} {percent(value)}" for name, value in result["mean_held_out"].items())
+    print(f"Best held-out accuracy, averaged over budgets from 2 to 4 bits: {means}")
+    print(
+        f"Saved {outcome.artifact} ({result['bytes']:,} bytes), reloaded it and switched it live to "
+        f"{len(outcome.front.plans)} stored plans by name, with the trained model's logits at each, in "
+        f"{time.monotonic() - began:.0f} s. Page: {outcome.page}"
     )
 
 
@@ -258,6 +302,7 @@ def _inspect(options: argparse.Namespace) -> None:
             f"{size['norms']:,}, float layers {size['float']:,})",
         ],
         ["plans", ", ".join(artifact.plans) or "none"],
+        ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
         ["digest", f"{artifact.digest} (checked)"],
     ]

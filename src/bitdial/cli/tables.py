@@ -29,3 +29,13 @@ def setting_label(setting: LayerBits | str) -> str:
 def percent(value: object) -> str:
     """A share as '98.20 %'; nothing for what is not a number."""
     return f"{100 * value:.2f} %" if isinstance(value, int | float) else ""
+
+
+def number(value: float) -> str:
+    """A cost to read: whole numbers with commas, others with four digits."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def bits_text(bits: tuple[int, int]) -> str:
+    """'4', or '4:8' where activation bits differ from weight bits."""
+    return f"{bits[0]}" if bits[0] == bits[1] else f"{bits[0]}:{bits[1]}"

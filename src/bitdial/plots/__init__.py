@@ -15,13 +15,14 @@ from bitdial.plots.drawing import (
     STYLE,
     WIDTH,
     by_bits,
+    counted,
     format_bytes,
     house_style,
     to_png,
     to_svg,
 )
 from bitdial.plots.figures import accuracy_by_bits, convergence, scale_gradients, sizes_by_bits, weight_histograms
-from bitdial.plots.mixed import sensitivity_by_layer
+from bitdial.plots.mixed import bits_over_traces, pareto_fronts, predicted_and_measured, sensitivity_by_layer
 
 __all__ = [
     "GREY",
@@ -30,10 +31,14 @@ __all__ = [
     "STYLE",
     "WIDTH",
     "accuracy_by_bits",
+    "bits_over_traces",
     "by_bits",
     "convergence",
+    "counted",
     "format_bytes",
     "house_style",
+    "pareto_fronts",
+    "predicted_and_measured",
     "scale_gradients",
     "sensitivity_by_layer",
     "sizes_by_bits",

@@ -148,8 +148,13 @@ def log_axis(axes: "Axes") -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
+
+
+def power_of_ten(value: float) -> str:
+    """'10⁻³' as plain text, and '0'."""
     raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: "10" + f"{math.log10(v):.0f}".translate(raised)))
+    return "10" + f"{math.log10(value):.0f}".translate(raised) if value > 0 else "0"
 
 
 def to_svg(figure: "Figure", *, prefix: str = "", label: str = "") -> str:

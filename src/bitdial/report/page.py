@@ -5,6 +5,8 @@ write_report("report.html", title="A run", summary_rows=[("bits", "accuracy"), (
 ])
 """
 
+import base64
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -46,11 +48,25 @@ figcaption { margin: 0.75rem 0; max-width: 46rem; color: var(--quiet); font-size
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.35rem 1.25rem; }
 dt { color: var(--quiet); }
 dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
+summary { cursor: pointer; margin: 0.75rem 0; }
+select { font: inherit; padding: 0.25rem 0.5rem; max-width: 100%; }
+.mark { cursor: pointer; }
+.ring { fill: none; stroke: #1f2328; stroke-width: 2; pointer-events: none; }
+.choice { display: grid; grid-template-columns: minmax(16rem, 2fr) 3fr; gap: 0 2rem; align-items: start; }
+.choice dl { grid-template-columns: 1fr auto; gap: 0.35rem 1rem; }
+.choice dd { text-align: right; font-variant-numeric: tabular-nums; }
+.choice ul { list-style: none; padding: 0; font-size: 0.875rem; }
+.choice li { display: grid; grid-template-columns: 11rem 1fr 4.5rem; gap: 0.75rem; align-items: center; }
+.layer { overflow-wrap: anywhere; }
+.track { background: var(--line); border-radius: 3px; }
+.bar { display: block; height: 0.8rem; border-radius: 3px; }
 footer { margin-top: 3rem; padding-bottom: 2rem; color: var(--quiet); font-size: 0.875rem; }
 @media (max-width: 36rem) {
   th, td { padding: 0.45rem 0.6rem; font-size: 0.875rem; }
   dl { grid-template-columns: 1fr; gap: 0; }
   dd { margin-bottom: 0.5rem; }
+  .choice { grid-template-columns: 1fr; }
+  .choice li { grid-template-columns: 7rem 1fr 3.5rem; }
 }
 """
 
@@ -60,7 +76,7 @@ PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'{allowed}">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -70,7 +86,7 @@ PAGE = """<!doctype html>
 {body}
 </main>
 <footer>Made with bitdial {version}. This page is one file and loads nothing from elsewhere.</footer>
-</body>
+{script}</body>
 </html>
 """
 
@@ -85,15 +101,19 @@ def write_report(
     lead: str = "",
     summary_note: str = "",
     facts: Mapping[str, str] | None = None,
+    section: str = "",
+    script: str = "",
 ) -> None:
     """Write one self-contained HTML page to `path`, atomically; BitdialError if that fails.
 
     `summary_rows` is a table: the names of the columns, then the rows, the first cell of each naming it. `figures` are
     (heading, caption, figure). `lead` stands below the title, `summary_note` below the table, `facts` and `notes` at
-    the end. All text is plain text.
+    the end. All text is plain text, except for `section`, HTML that stands above the table, and `script`, which is run
+    when the page is there; no other script is.
     """
     parts = [
         f'<p class="lead">{text_html(lead)}</p>' if lead else "",
+        section,
         table_html("Summary", summary_rows) if summary_rows else "",
         f"<p>{text_html(summary_note)}</p>" if summary_note else "",
         *(_figure(number, *entry) for number, entry in enumerate(figures, start=1)),
@@ -101,9 +121,20 @@ def write_report(
         _notes(notes) if notes else "",
     ]
     body = "\n".join(filter(None, parts))
-    page = PAGE.format(title=text_html(title), style=STYLE, body=body, version=text_html(__version__))
+    page = PAGE.format(
+        title=text_html(title),
+        style=STYLE,
+        body=body,
+        version=text_html(__version__),
+        script=f"<script>{script}</script>\n" if script else "",
+        allowed=f"; script-src 'sha256-{_digest(script)}'" if script else "",
+    )
     with replacing(Path(path), error=BitdialError) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def text_html(text: str) -> str:
