@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bitdial
+from bitdial.artifact import amend
 from bitdial.cli import main
 
 
@@ -61,6 +62,15 @@ def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
         expected = f"{100 * bitdial.accuracy(live, [(x, y)]):.2f} %"
         row = next(line for line in text.splitlines() if label in line)
         assert expected in row
+
+
+def test_a_recipe_that_is_no_text_is_no_recipe(file, capsys, tmp_path) -> None:
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(file.read_bytes())
+    amend(odd, metrics={"recipe": ["digits"]})
+    assert main(["eval", str(odd)]) == 1
+    assert "does not say what it was trained on" in capsys.readouterr().err
+    assert main(["switch", str(odd), "--bits", "2"]) == 0
 
 
 def test_switch_times_each_width_and_evaluates(file, capsys) -> None:

@@ -37,6 +37,7 @@ SAME_LEVEL = {
     ("report", "plots"),
     ("demo", "recipes"),
     ("demo", "report"),
+    ("mixed_demo", "plots"),
     ("mixed_demo", "recipes"),
     ("mixed_demo", "report"),
     ("__main__", "cli"),

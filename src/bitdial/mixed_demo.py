@@ -21,12 +21,13 @@ from bitdial.errors import ArtifactError
 from bitdial.hessian import hessian_trace
 from bitdial.models import build_model
 from bitdial.plan import BitPlan, at_bits, set_bits
+from bitdial.plots import require_matplotlib
 from bitdial.prepare import add_transitions, prepare
 from bitdial.recipes.digits import digits_data, digits_test
 from bitdial.recipes.float_training import train_float
 from bitdial.report import front_report
 from bitdial.runtime import load
-from bitdial.search import MeasuredFront, candidates, mean_accuracy, measure_front
+from bitdial.search import MeasuredFront, candidates, compare_fronts, measure_front, require_highspy
 from bitdial.sensitivity import Sensitivity
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 
@@ -58,6 +59,8 @@ def run_mixed_demo(
 
     `epochs` are those of each stage, `points` the budgets of the sweep; `tell` is told what happens next.
     """
+    require_highspy()
+    require_matplotlib()
     x, y, x_held, y_held = digits_data(holdout=True)
     data = ArrayData(x, y, batch_size=64, augment=Shift(pixels=1))
     held_out = batched(x_held, y_held)
@@ -142,10 +145,7 @@ def _result(
     """What the demo found, as JSON values; accuracies from 0 to 1."""
     front = fronts["hasb"]
     tested = evaluate(live, test, front.within)
-    points = {
-        sampling: [(one.costs["average_bits"], one.accuracy) for one in found.candidates]
-        for sampling, found in fronts.items()
-    }
+    means = compare_fronts(list(fronts.values()))
     return {
         "artifact": path.name,
         "bytes": path.stat().st_size,
@@ -154,7 +154,5 @@ def _result(
             name: {"held_out": one.accuracy, "test": tested[name], **one.costs} for name, one in front.within.items()
         },
         "correlation": front.correlation,
-        "mean_held_out": {
-            sampling: mean_accuracy(found, BIT_CHOICES[-1], BIT_CHOICES[0]) for sampling, found in points.items()
-        },
+        "mean_held_out": {sampling: means[found.label] for sampling, found in fronts.items()},
     }

@@ -11,7 +11,15 @@ from torch import nn
 import bitdial
 from bitdial import BitPlan, at_bits, get_bits, measure_costs
 from bitdial.errors import BitdialError, ConfigError
-from bitdial.search import Candidate, MeasuredFront, candidates, mean_accuracy, measure_front
+from bitdial.search import (
+    Candidate,
+    MeasuredFront,
+    MeasuredPlan,
+    candidates,
+    compare_fronts,
+    mean_accuracy,
+    measure_front,
+)
 
 pytest.importorskip("highspy")
 
@@ -178,6 +186,19 @@ def test_sweep_by_number_goes_from_the_least_to_the_most(model: nn.Module, costs
     for wrong, words in (({"bytes": 1}, "at least 2"), ({"latency": 5}, "needs times"), ({"colour": 5}, "colour")):
         with pytest.raises(ConfigError, match=words):
             candidates(model, sensitivity, costs, wrong, progress=False)
+
+
+def test_fronts_compare_over_the_budgets_that_all_can_meet() -> None:
+    def front(label: str, points: dict[float, float]) -> MeasuredFront:
+        plans = [
+            MeasuredPlan(plan=BitPlan(default=4), costs={"average_bits": cost}, accuracy=accuracy)
+            for cost, accuracy in points.items()
+        ]
+        return MeasuredFront(label=label, quantity="average_bits", samples=1, candidates=tuple(plans), uniform=())
+
+    one, other = front("one", {2.0: 0.5, 3.0: 0.7}), front("other", {2.5: 0.6, 4.0: 0.6})
+    assert compare_fronts([one, other]) == {"one": pytest.approx((0.5 * 0.5 + 1.0 * 0.7) / 1.5), "other": 0.6}
+    assert compare_fronts([front("one", {2.0: 0.5}), front("other", {2.0: 0.6})]) == {}
 
 
 def test_mean_accuracy_is_the_area_under_the_steps() -> None:

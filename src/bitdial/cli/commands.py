@@ -14,7 +14,7 @@ from typing import Any
 
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
-from bitdial.cli.data import accuracy_on, test_data
+from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
 from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
 from bitdial.config import SCALE_GRADIENTS, STARTS
@@ -266,7 +266,7 @@ def _switch(options: argparse.Namespace) -> None:
             times.append(1e3 * (time.perf_counter() - began))
         rows.append([f"{start} bits", setting_label(options.bits), f"{statistics.median(times):.2f} ms"])
     show_table("Switching while live (median of 20)", ["from", "to", "time"], rows)
-    if options.data or artifact.metrics.get("recipe") in TEST_DATA:
+    if options.data or recipe_of(artifact) in TEST_DATA:
         print(f"Accuracy there: {100 * accuracy_on(live, test_data(options.data, artifact)):.2f} %")
 
 

@@ -22,9 +22,15 @@ from bitdial.train import accuracy, batched
 Batches = list[tuple[Tensor, Tensor]]
 
 
+def recipe_of(artifact: Artifact) -> str | None:
+    """The recipe that made the file, if it says so."""
+    name = artifact.metrics.get("recipe")
+    return name if isinstance(name, str) else None
+
+
 def test_data(choice: str | None, artifact: Artifact) -> Batches:
     """The test set that `--data` names, by default that of the file's recipe."""
-    name = choice or artifact.metrics.get("recipe")
+    name = choice or recipe_of(artifact)
     if name in TEST_DATA:
         return TEST_DATA[name]()
     if choice is None:
@@ -50,12 +56,12 @@ def held_out_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tenso
 def was_trained_on(choice: str | None, artifact: Artifact) -> bool:
     """Whether the file's recipe trained on what `held_out_data` gives, because it was told to hold nothing out."""
     own_data = choice is None or choice == "digits" or Path(choice).is_dir()
-    return own_data and artifact.metrics.get("recipe") in INPUT_SHAPES and artifact.metrics.get("holdout") is not True
+    return own_data and recipe_of(artifact) in INPUT_SHAPES and artifact.metrics.get("holdout") is not True
 
 
 def _parts_of_training_set(choice: str | None, artifact: Artifact) -> tuple[Split, Split]:
     """The images that a run with --holdout trains on, and those it holds out; an .npz file is both."""
-    if (choice or artifact.metrics.get("recipe")) == "digits":
+    if (choice or recipe_of(artifact)) == "digits":
         x, y, x_held, y_held = digits_data(holdout=True)
         return (x, y), (x_held, y_held)
     if choice is None:
@@ -73,7 +79,7 @@ def _parts_of_training_set(choice: str | None, artifact: Artifact) -> tuple[Spli
 
 def sample_input(shape: tuple[int, ...] | None, artifact: Artifact) -> Tensor:
     """One empty image, to count a model's operations on: of `shape`, by default that of the file's recipe."""
-    shape = shape or INPUT_SHAPES.get(str(artifact.metrics.get("recipe")))
+    shape = shape or INPUT_SHAPES.get(recipe_of(artifact) or "")
     if shape is None:
         raise ConfigError("the file does not say what its inputs look like; pass --input, such as --input 3x32x32")
     return torch.zeros(1, *shape)

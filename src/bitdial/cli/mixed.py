@@ -212,8 +212,7 @@ def _pareto(options: argparse.Namespace) -> None:
     sensitivity = _stored_sensitivity(options, artifact)
     others = [MeasuredFront.load(path) for path in options.compare]
     check_comparable(options.file.stem, options.cost, others)
-    with plots.house_style():  # a missing package is better known before the work than after it
-        pass
+    plots.require_matplotlib()
     x, y = held_out_data(options.data, artifact)
     if was_trained_on(options.data, artifact):
         print(

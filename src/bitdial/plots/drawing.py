@@ -63,6 +63,12 @@ def house_style() -> Iterator[None]:
         yield
 
 
+def require_matplotlib() -> None:
+    """Raise an error that names the extra if matplotlib is missing: for long work that ends in a figure."""
+    with house_style():
+        pass
+
+
 def drawing(make: "Callable[P, Figure]") -> "Callable[P, Figure]":
     """Run `make` in the house style and fix the layout, so that the figure is the same however often it is saved."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bitdial import plots
 from bitdial.errors import ConfigError
 from bitdial.report.page import table_html, text_html, write_report
-from bitdial.search import MeasuredFront, MeasuredPlan, mean_accuracy
+from bitdial.search import MeasuredFront, MeasuredPlan, compare_fronts
 from bitdial.sensitivity import Sensitivity
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _some_mixed(front: MeasuredFront, most: int = 3) -> list[MeasuredPlan]:
 
 def _comparison(front: MeasuredFront, others: Sequence[MeasuredFront]) -> "tuple[str, str, Figure]":
     fronts = {one.label: _points(one.front, one.quantity) for one in (front, *others)}
-    means = _means(fronts)
+    means = compare_fronts([front, *others])
     texts = [f"{label} {100 * value:.2f} %" for label, value in means.items()]
     caption = (
         "Large marks are the front of each, small dots its other candidates. Averaged over the budgets that all can "
@@ -209,13 +209,6 @@ def _comparison(front: MeasuredFront, others: Sequence[MeasuredFront]) -> "tuple
         title=_comparison_title(means),
     )
     return "Fronts compared", caption, figure
-
-
-def _means(fronts: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """The mean accuracy of each front over the budgets from where all have a plan to where the last gains by more."""
-    least = max(points[0][0] for points in fronts.values())
-    most = max(points[-1][0] for points in fronts.values())
-    return {label: mean_accuracy(points, least, most) for label, points in fronts.items()} if least < most else {}
 
 
 def _comparison_title(means: Mapping[str, float]) -> str:

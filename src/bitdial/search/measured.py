@@ -16,7 +16,7 @@ from bitdial.errors import ConfigError, PlanError
 from bitdial.plan import BitPlan
 from bitdial.search.correlation import pearson, spearman
 from bitdial.search.find import Candidate
-from bitdial.search.front import evaluate_plans, pareto_front
+from bitdial.search.front import evaluate_plans, mean_accuracy, pareto_front
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +192,19 @@ def measure_front(
     return MeasuredFront(
         label=label, quantity=quantity, samples=samples, candidates=measured(considered), uniform=measured(uniform)
     )
+
+
+def compare_fronts(fronts: Sequence[MeasuredFront]) -> dict[str, float]:
+    """By label, the best accuracy within a budget, averaged over budgets: one number for each front.
+
+    The budgets go from the least for which all have a plan to the most that any plan costs; empty if those are one.
+    """
+    costs = [[one.costs[front.quantity] for one in front.candidates] for front in fronts]
+    least, most = max(map(min, costs)), max(map(max, costs))
+    if least >= most:
+        return {}
+    points = {front.label: [(one.costs[front.quantity], one.accuracy) for one in front.candidates] for front in fronts}
+    return {label: mean_accuracy(found, least, most) for label, found in points.items()}
 
 
 def _names(averages: Sequence[float]) -> list[str]:
