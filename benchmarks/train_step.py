@@ -149,7 +149,7 @@ class Work:
 def float_step(model: nn.Module, network: FastModel) -> Callable[[Tensor, Tensor], Tensor]:
     """A step of ordinary training of `model`'s parameters, with `network` in its place."""
     parameters, config = list(model.parameters()), TrainConfig()
-    optimizer = make_optimizer(config, parameters, config.weight_decay)
+    optimizer = make_optimizer(config.optimizer, parameters, lr=config.lr, weight_decay=config.weight_decay)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         for parameter in parameters:

@@ -206,7 +206,7 @@ CHANGES: list[dict[str, Any]] = [
     {"holdout": True}, {"seed": 1}, {"epochs": 2}, {"float_epochs": 2}, {"batch": 4}, {"bit_choices": (4, 3)},
     {"recalibrate": 1},
     {"scheme": "nested"}, {"ties": "up"}, {"per_channel": False}, {"start": "lsq"}, {"scale_gradient": "printed"},
-    {"lr": 0.0123}, {"weight_decay": 0.0}, {"update": "accumulated", "alrs": "off"}, {"alrs": "literal"},
+    {"lr": 0.0123}, {"weight_decay": 0.0}, {"optimizer": "sgd"}, {"update": "accumulated", "alrs": "off"}, {"alrs": "literal"},
     {"learn_scales": False}, {"scale_lr": 0.1}, {"scale_state": "per_bits"}, {"distill": "in_place"},
     {"distill": "teacher"}, {"distill": "teacher", "teacher": "resnet56"},
     {"distill": "teacher", "distill_weight": 0.1}, {"distill": "teacher", "temperature": 2.0}, {"alrs": "off"},

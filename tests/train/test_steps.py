@@ -119,7 +119,7 @@ class Reference:
         t = state["t"]
         if self.config.optimizer != "adamw":
             gradient = gradient + decay * value
-        if self.config.optimizer == "sgd":
+        if self.config.optimizer == "sgd" and "quantizer" not in str(key):  # scales have Adam
             state["m"] = gradient if t == 1 else 0.9 * state["m"] + gradient
             return -rate * state["m"]
         state["m"] = 0.9 * state["m"] + 0.1 * gradient

@@ -24,7 +24,7 @@ from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
-from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
+from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SCALE_STATES, UPDATES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,6 +136,7 @@ def _train_command(train: argparse.ArgumentParser) -> None:
         help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
     )
     joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
+    joint.add_argument("--optimizer", choices=OPTIMIZERS, help="of weights; scales have Adam (default: %(default)s)")
     joint.add_argument(
         "--update",
         choices=UPDATES,

@@ -50,6 +50,7 @@ class RecipeOptions:
     scale_gradient: str = QuantConfig.scale_gradient
     lr: float | None = None
     weight_decay: float = TrainConfig.weight_decay
+    optimizer: str = TrainConfig.optimizer
     update: str = TrainConfig.update
     alrs: str = TrainConfig.alrs
     learn_scales: bool = TrainConfig.learn_scales

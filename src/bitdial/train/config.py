@@ -20,6 +20,8 @@ DISTILLATIONS = ("none", "progressive", "teacher", "in_place")
 class TrainConfig(Config):
     """How to train; the defaults are the paper's (Adam 5e-4, weight decay 5e-5, 90 epochs, cosine, no warm-up).
 
+    optimizer       of the weights: 'adam', 'adamw' or 'sgd' (momentum 0.9); scales always have Adam, because their
+                    gradients span orders of magnitude
     update          'separate': each bit-width updates at once (Algorithm A.2); 'accumulated': one step for the sum of
                     all losses (Algorithm A.1)
     alrs            Adaptive Learning Rate Scaling of the scales: 'relative', 'literal' (floored at 0), 'layer' (a rate

@@ -89,7 +89,9 @@ class JointStep:
         if not self.weights:
             raise ConfigError("the model has no weight that requires a gradient; there is nothing to train")
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
-        self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
+        self.weight_optimizer = make_optimizer(
+            config.optimizer, self.weights, lr=config.lr, weight_decay=config.weight_decay
+        )
         self.scale_optimizers = self._scale_optimizers()
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
@@ -124,9 +126,9 @@ class JointStep:
         if not self.scales:
             return {}
         if self.config.scale_state == "shared":
-            shared = make_optimizer(self.config, self.scales, 0.0)
+            shared = make_optimizer("adam", self.scales, lr=self.config.lr)
             return dict.fromkeys(self.bit_choices, shared)
-        return {bits: make_optimizer(self.config, self.scales, 0.0) for bits in self.bit_choices}
+        return {bits: make_optimizer("adam", self.scales, lr=self.config.lr) for bits in self.bit_choices}
 
     def learning_rate(self) -> float:
         """The learning rate of the current step: warm-up, then cosine to 0 (or constant)."""
@@ -299,16 +301,18 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]
 
 
-def make_optimizer(config: TrainConfig, parameters: list[nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, over `parameters`; on a GPU fused, and fit for a CUDA graph."""
+def make_optimizer(
+    kind: str, parameters: list[nn.Parameter], *, lr: float, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """The optimizer named `kind` over `parameters`; on a GPU fused, and fit for a CUDA graph."""
     device = parameters[0].device
-    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": weight_decay}
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     if device.type == "cuda":
-        settings |= {"lr": torch.tensor(config.lr, device=device), "fused": True}
-    if config.optimizer == "sgd":
+        settings |= {"lr": torch.tensor(lr, device=device), "fused": True}
+    if kind == "sgd":
         return torch.optim.SGD(parameters, momentum=0.9, **settings)
-    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, capturable=device.type == "cuda", **settings)
+    adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
+    return adam(parameters, capturable=device.type == "cuda", **settings)
 
 
 def _step(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
