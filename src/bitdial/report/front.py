@@ -123,9 +123,10 @@ def _interactive(front: MeasuredFront, layers: list[str]) -> str:
         f'<figure><div class="wide">{plots.to_svg(figure, prefix="front-")}</div>\n<figcaption>'
         + text_html(
             "Each large mark is a plan of the front, each small dot another candidate; open marks are the settings of "
-            "one bit-width. Choose a mark, or a plan from the list, to see what it is made of."
+            "one bit-width."
         )
         + '</figcaption></figure>\n<div id="front-choice" hidden>\n'
+        "<p>Choose a mark, or a plan from the list, to see what it is made of.</p>\n"
         '<p><label>Plan <select id="front-list"></select></label></p>\n'
         '<div class="choice" aria-live="polite"><div><dl id="front-facts"></dl>'
         '<p><code id="front-code"></code></p></div><ul id="front-bars"></ul></div>\n</div>\n'

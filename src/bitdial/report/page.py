@@ -48,6 +48,7 @@ figcaption { margin: 0.75rem 0; max-width: 46rem; color: var(--quiet); font-size
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.35rem 1.25rem; }
 dt { color: var(--quiet); }
 dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
+details { margin-bottom: 1.25rem; }
 summary { cursor: pointer; margin: 0.75rem 0; }
 select { font: inherit; padding: 0.25rem 0.5rem; max-width: 100%; }
 .mark { cursor: pointer; }
