@@ -59,7 +59,9 @@ def test_search_prints_writes_and_stores_what_the_library_finds(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plans.json"
-    assert main(["search", str(file), "--average-bits", "3", "2.25", "--out", str(out), "--store"]) == 0
+    assert (
+        main(["search", "--average-bits", "3", "--average-bits", "2.25", str(file), "--out", str(out), "--store"]) == 0
+    )
     text = capsys.readouterr().out
     found = {"3.0 bits": expected(file, {"average_bits": 3.0}), "2.25 bits": expected(file, {"average_bits": 2.25})}
     written = json.loads(out.read_text())
@@ -142,7 +144,7 @@ def test_search_takes_sensitivities_from_a_file_and_the_shape_of_an_input(tmp_pa
         (["--average-bits", "3", "--sensitivity", "OTHER"], "not what Sensitivity.save writes"),
         (["--average-bits", "3", "--sensitivity", "ANOTHER_MODEL"], "layers.0.conv', which is not a quantised layer"),
         (["--average-bits", "3", "--input", "3x9"], "does not fit the model"),
-        (["--average-bits", "3", "2", "--name", "x"], "--name names one plan"),
+        (["--average-bits", "3", "--average-bits", "2", "--name", "x"], "--name names one plan"),
     ],
 )
 def test_search_explains_wrong_input(

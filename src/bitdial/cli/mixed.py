@@ -63,9 +63,11 @@ def sensitivity_command(sensitivity: argparse.ArgumentParser) -> None:
 def search_command(search: argparse.ArgumentParser) -> None:
     """The options of `search`."""
     file_argument(search)
-    budgets = search.add_argument_group("budgets", "at least one; of several values, each; of several budgets, all")
+    budgets = search.add_argument_group(
+        "budgets", "at least one; a plan keeps within all of them; repeat one for several plans"
+    )
     for quantity, text in BUDGETS.items():
-        budgets.add_argument(_flag(quantity), type=float, nargs="+", metavar="MOST", help=text)
+        budgets.add_argument(_flag(quantity), type=float, action="append", metavar="MOST", help=text)
     _search_arguments(search)
     search.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
