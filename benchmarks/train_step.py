@@ -46,7 +46,7 @@ from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
 from bitdial.kernels import quantize
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import EAGER_STEPS, StepGraphs
-from bitdial.train.steps import make_optimizer
+from bitdial.train.optimizers import make_optimizer
 
 SHAPES = {"resnet20": (64, 3, 32), "resnet18": (8, 3, 112), "mobilenet_v2": (8, 3, 112)}
 GPU_SHAPES = {"resnet20": (256, 3, 32), "resnet18": (64, 3, 224), "resnet50": (64, 3, 224)}

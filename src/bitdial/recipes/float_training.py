@@ -13,7 +13,7 @@ from bitdial.errors import CheckpointError, TrainingError
 from bitdial.train import ArrayData
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
-from bitdial.train.steps import make_optimizer
+from bitdial.train.optimizers import make_optimizer
 
 
 def train_float(

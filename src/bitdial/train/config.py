@@ -37,7 +37,7 @@ class TrainConfig(Config):
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
     sampling        mixed precision: 'none' (each pass at one width), 'hasb' (layers are drawn anew by sensitivity) or
-                    'random' (alike); see `bitdial.train.hasb`. With either, steps are not recorded as CUDA graphs
+                    'random' (alike); see `bitdial.train.hasb`
     sigma           with `sampling`, the probability that a layer is drawn anew: grows linearly to this
     sigma_warmup    epochs at the start in which none is
     seed            of the sampled plans
