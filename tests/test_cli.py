@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bitdial
+from bitdial.artifact import amend
 from bitdial.cli import main
 
 
@@ -63,6 +64,15 @@ def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
         assert expected in row
 
 
+def test_a_recipe_that_is_no_text_is_no_recipe(file, capsys, tmp_path) -> None:
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(file.read_bytes())
+    amend(odd, metrics={"recipe": ["digits"]})
+    assert main(["eval", str(odd)]) == 1
+    assert "does not say what it was trained on" in capsys.readouterr().err
+    assert main(["switch", str(odd), "--bits", "2"]) == 0
+
+
 def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
     assert main(["switch", str(file), "--bits", "2"]) == 0
     text = capsys.readouterr().out
@@ -81,7 +91,7 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
         (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
         (["eval", "FILE", "--data", "SHAPE"], "does not fit the model"),
         (["eval", "FILE", "--data", "LABELS"], "targets of shape"),
-        (["train", "digits", "--out", "OUT", "--holdout"], "takes no --holdout"),
+        (["train", "digits", "--out", "OUT", "--recalibrate", "2"], "takes no --recalibrate"),
         (["train", "digits", "--out", "OUT", "--data", "OUT"], "takes no --data"),
         (["train", "digits", "--out", "OUT", "--epochs", "1", "--lr", "-1"], "lr=-1.0 must be a positive number"),
     ],
@@ -114,7 +124,14 @@ def test_wrong_usage_exits_with_2(capsys, command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], *([name, "--help"] for name in ("demo", "train", "eval", "inspect", "switch"))]
+    "command",
+    [
+        ["--help"],
+        *(
+            [name, "--help"]
+            for name in ("demo", "train", "eval", "inspect", "switch", "sensitivity", "search", "pareto")
+        ),
+    ],
 )
 def test_help_of_every_command(capsys, command) -> None:
     with pytest.raises(SystemExit) as stop:

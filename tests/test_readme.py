@@ -334,8 +334,8 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     from bitdial.cli import main
 
     text = page("README.md") + page("docs/quickstart.md")
-    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|sensitivity)\b", text))
-    assert commands == {"demo", "train", "eval", "inspect", "switch", "sensitivity"}
+    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|sensitivity|search|pareto)\b", text))
+    assert commands == {"demo", "train", "eval", "inspect", "switch", "sensitivity", "search", "pareto"}
     for command in commands:
         with pytest.raises(SystemExit) as leaving:
             main([command, "--help"])

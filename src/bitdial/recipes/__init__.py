@@ -13,6 +13,11 @@ RECIPES: dict[str, Callable[[RecipeOptions], RecipeOutcome]] = {
     "cifar10-resnet20": cifar10_resnet20,
     "cifar10-mobilenetv2": cifar10_mobilenetv2,
 }
+INPUT_SHAPES: dict[str, tuple[int, ...]] = {
+    "digits": (1, 8, 8),
+    "cifar10-resnet20": (3, 32, 32),
+    "cifar10-mobilenetv2": (3, 32, 32),
+}
 TEST_DATA: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {"digits": digits_test}
 
-__all__ = ["RECIPES", "TEACHERS", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]
+__all__ = ["INPUT_SHAPES", "RECIPES", "TEACHERS", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]

@@ -93,7 +93,12 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
             recalibrate_norms(model, (batch.inputs for batch in batches), bits)
         float_top1 = accuracy(float_model, test)
         top1 = evaluate(model, test, options.bit_choices)
-    metrics = {"recipe": recipe, "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}
+    metrics = {
+        "recipe": recipe,
+        "holdout": options.holdout,
+        "float_top1": float_top1,
+        "top1": {str(b): v for b, v in top1.items()},
+    }
     save(model, artifact, metrics=metrics)
     others = changed if network == "resnet20" else {"model": network, **changed}
     row = _row(settings, others, metrics, history, device) | {"command": options.command}
