@@ -24,7 +24,7 @@ from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
-from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SCALE_STATES, UPDATES
+from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,6 +154,12 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     )
     joint.add_argument("--distill-weight", type=float, help="share of the soft loss (default: %(default)s)")
     joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: %(default)s)")
+
+    mixed = train.add_argument_group("the mixed-precision stage (cifar10-resnet20-mixed)")
+    mixed.add_argument("--start-from", type=Path, metavar="FILE", help="what cifar10-resnet20 wrote")
+    mixed.add_argument("--sampling", choices=SAMPLINGS, help="how layers are drawn anew (default: %(default)s)")
+    mixed.add_argument("--sigma", type=float, help="the share of layers drawn anew at the end (default: %(default)s)")
+    mixed.add_argument("--sigma-warmup", type=positive, help="epochs without any at first (default: %(default)s)")
     defaults = {f.name: f.default for f in dataclasses.fields(RecipeOptions) if f.default is not dataclasses.MISSING}
     train.set_defaults(run=_train, **defaults)
 

@@ -31,7 +31,7 @@ from bitdial.train import TrainConfig, accuracy, batched, evaluate, train
 LR = 1e-4
 IMAGES = 1000  # for the Hessian traces
 BUDGETS = 25  # average bits, from the lowest to the highest width
-_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "float_epochs", "recalibrate")
+_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "float_epochs", "recalibrate", "history")
 
 
 def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
@@ -69,7 +69,12 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
         top1 = evaluate(model, test, start.bit_choices)
         measured = evaluate_plans(model, found, test, accuracy, progress=options.progress)
     artifact = options.out / f"{run}.safetensors"
-    metrics = {"recipe": "cifar10-resnet20", "holdout": options.holdout, "top1": {str(b): v for b, v in top1.items()}}
+    metrics = {
+        "recipe": "cifar10-resnet20",
+        "holdout": options.holdout,
+        "float_top1": start.metrics["float_top1"],
+        "top1": {str(b): v for b, v in top1.items()},
+    }
     plans = {f"{one.budgets['average_bits']:.3g} bits": one.plan for one in found}
     save(model, artifact, metrics=metrics, plans=plans, sensitivity=sensitivity)
     if options.results is not None:
@@ -82,7 +87,7 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
         float_model=None,
         artifact=artifact,
         history=history,
-        float_top1=float(start.metrics["float_top1"]),
+        float_top1=start.metrics["float_top1"],
         top1=top1,
         test=test,
     )
@@ -92,8 +97,8 @@ def _read_start(options: RecipeOptions) -> Artifact:
     """The file to start from, if it goes with the options."""
     if options.start_from is None:
         raise ConfigError(
-            "this recipe goes on from a file that cifar10-resnet20 wrote, with sampled plans: say --start-from FILE and "
-            "--sampling hasb (or random)"
+            "this recipe goes on from a file that cifar10-resnet20 wrote, with sampled plans: say --start-from FILE "
+            "and --sampling hasb (or random)"
         )
     start = read_artifact(options.start_from)
     if start.metrics.get("recipe") != "cifar10-resnet20" or "holdout" not in start.metrics:
@@ -107,7 +112,8 @@ def _read_start(options: RecipeOptions) -> Artifact:
         raise ConfigError(f"the widths of {options.start_from} are {start.bit_choices}; leave --bits out")
     defaults = {name: getattr(type(options), name) for name in _OF_THE_FILE}
     if given := [name for name, value in defaults.items() if getattr(options, name) != value]:
-        raise ConfigError(f"{', '.join(given)}: decided by the file that the run starts from; leave it out")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags}: not for a run that starts from a file; leave it out")
     return start
 
 
@@ -153,10 +159,9 @@ def _row(
         "alrs": settings["alrs"],
         "split": "holdout" if settings["holdout"] else "test",
     }
-    left_out = (*always, "holdout", "start_from")
     return {
         **always,
-        **{name: value for name, value in changed.items() if name not in left_out},
+        **{name: value for name, value in changed.items() if name not in (*always, "holdout")},
         "budget": found.budgets["average_bits"],
         "average_bits": found.costs["average_bits"],
         "plan": {name: bits[0] for name, bits in found.plan.items()},

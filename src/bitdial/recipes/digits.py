@@ -47,7 +47,7 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
 
     With `options.holdout`, train on 896 images and evaluate on the other 401 of the training set.
     """
-    for name in ("data", "batch", "float_epochs", "recalibrate", "teacher", "results", "history"):
+    for name in ("data", "start_from", "batch", "float_epochs", "recalibrate", "teacher", "results", "history"):
         if getattr(options, name):
             raise ConfigError(
                 f"the digits recipe has its own data and a small network: it takes no --{name.replace('_', '-')}"

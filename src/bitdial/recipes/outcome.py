@@ -17,27 +17,27 @@ from bitdial.functional import scheme_of
 from bitdial.train import History, TrainConfig
 
 TEACHERS = ("resnet56",)
-_NOT_SETTINGS = ("out", "name", "data", "results", "history", "command", "progress")
+_NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """What the command line may override; None keeps the recipe's own value.
 
-    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first seven are settings: they
+    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first eight are settings: they
     decide what comes out, so they are in the names of a run's files.
     """
 
     out: Path
     name: str | None = None  # of the artifact, without its ending
     data: Path | None = None
+    start_from: Path | None = None  # the file that a mixed-precision stage goes on from
     results: Path | None = None  # gets a row
     history: Path | None = None  # becomes the run's history
     command: str | None = None  # what was typed, for the result row
     progress: bool = True
 
     holdout: bool = False
-    start_from: Path | None = None  # the file that a mixed-precision stage goes on from
     seed: int = 0
     epochs: int | None = None
     float_epochs: int | None = None  # None: as many as `epochs`
