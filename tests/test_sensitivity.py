@@ -1,5 +1,6 @@
 """Hessian traces: against full Hessians computed here by autograd, and with the error that they claim."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -611,16 +612,18 @@ def test_the_command_equals_the_library(
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
     command = ["sensitivity", str(file), "--data", str(tmp_path / "data.npz"), "--seed", "3"]
     command += ["--most-samples", "6", "--images", "12", "--out", str(tmp_path / "s.json")]
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        assert main(command) == 0
+    assert main(command) == 0
     text = capsys.readouterr().out
     found = Sensitivity.load(tmp_path / "s.json")
     generator = seeded(3)
     chosen = torch.randperm(20, generator=generator)[:12]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where the command works
     model, batch = bitdial.load_trainable(file).to(device), (x[chosen].to(device), y[chosen].to(device))
-    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
-        assert found == quiet(model, [batch], most_samples=6, generator=generator)
+    expected = quiet(model, [batch], most_samples=6, generator=generator)
+    if device.type == "cpu":
+        assert found == expected
+    for name, entry in expected.layers.items():  # a GPU adds in an order of its own at each run
+        assert dataclasses.asdict(found.layers[name]) == pytest.approx(dataclasses.asdict(entry), rel=1e-3)
     assert found.images == 12
     assert bitdial.read_artifact(file).sensitivity == found
     for name, entry in found.layers.items():

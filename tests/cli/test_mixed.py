@@ -224,10 +224,11 @@ def test_pareto_measures_stores_and_shows_the_front(
     captured = capsys.readouterr()
     front, artifact = MeasuredFront.load(out), bitdial.read_artifact(file)
     assert (front.label, front.samples, front.quantity) == ("net", 40, "average_bits")
-    live = bitdial.load(file)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where the command works
+    live = bitdial.load(file, device=device)
     for one in (*front.candidates, *front.uniform):
-        with bitdial.at_bits(live, one.plan):
-            assert one.accuracy == bitdial.accuracy(live, [(x, y)])
+        with bitdial.at_bits(live, one.plan), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            assert one.accuracy == bitdial.accuracy(live, [(x.to(device), y.to(device))])
     assert artifact.plans == front.plans
     assert {"2.0 bits", "3.0 bits", "4.0 bits"} <= set(artifact.plans)
     assert artifact.metrics["front"] == json.loads(json.dumps(front.summary()))

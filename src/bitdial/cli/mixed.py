@@ -226,7 +226,7 @@ def _pareto(options: argparse.Namespace) -> None:
     costs = _costs(options, model, x[:1])
     found = _candidates(options, artifact, model, sensitivity, costs)
     device = _device()
-    with fitting(x):
+    with fitting(x), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         front = measure_front(
             load(artifact, device=device),
             found,
