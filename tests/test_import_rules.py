@@ -22,7 +22,7 @@ LEVELS: dict[str, int] = {
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "hessian": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,
     "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5,
-    "cli": 6, "__main__": 6,
+    "cli": 6, "cli_export": 6, "__main__": 6,
     "__init__": 7,
 }  # fmt: skip
 
@@ -38,13 +38,14 @@ SAME_LEVEL = {
     ("demo", "recipes"),
     ("demo", "report"),
     ("__main__", "cli"),
+    ("cli", "cli_export"),
 }
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.
 REQUIRED = {"torch", "numpy", "safetensors"}
 # A file of kernels is imported by the function that needs it, so it may import their compiler at once.
 KERNEL_COMPILERS = {"triton"}
-MAY_PRINT = {"cli", "__main__"}
+MAY_PRINT = {"cli", "cli_export", "__main__"}
 
 # --- reading ------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.artifact import Artifact, read_artifact, sizes
+from bitdial.cli_export import export_command
 from bitdial.config import SCALE_GRADIENTS, STARTS, check_bit_choices
 from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     _data_argument(switch)
     switch.set_defaults(run=_switch)
 
+    export_command(commands.add_parser("export", help="an ONNX file of an artifact at one setting"), setting=_setting)
     _sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     return parser
 
