@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from bitdial._version import __version__
 from bitdial.container import replacing
@@ -70,8 +70,9 @@ def export_onnx(
         setting = get_bits(model)
         traceable = traceable_copy(model, opset)
         scheme = next(iter(layers.values())).scheme
-    program = _trace(traceable, sample, dynamic_batch)
-    onnx_program = _translate(program, opset, dynamic_batch)
+    inputs = tree_map_only(Tensor, lambda t: _at_least_two(t.detach().cpu(), dynamic_batch), sample)
+    program = _trace(traceable, inputs, dynamic_batch)
+    onnx_program = _translate(program, opset, _free_dimensions(inputs, "batch") if dynamic_batch else None)
     weights = _pack_weights(onnx_program.model, opset)
     _name_parts(onnx_program.model)
     facts = {"version": __version__, "scheme": scheme, "plan": json.dumps(setting.to_dict())}
@@ -124,18 +125,23 @@ def _try_sample(model: nn.Module, sample: Batch) -> None:
         raise ExportError(f"the model does not run on the sample: {_first_line(problem)}") from problem
 
 
-def _trace(model: nn.Module, sample: Batch, dynamic_batch: bool) -> torch.export.ExportedProgram:
+def _at_least_two(tensor: Tensor, dynamic_batch: bool) -> Tensor:
+    """`tensor` with at least two samples if the batch is free: torch.export takes a batch of one for a constant."""
+    alone = dynamic_batch and tensor.dim() and tensor.shape[0] == 1
+    return torch.cat([tensor, tensor]) if alone else tensor
+
+
+def _free_dimensions(inputs: Batch, batch: object) -> Any:
+    """The exporters' `dynamic_shapes`: dimension 0 of every tensor is `batch`."""
+    shapes = tree_map(lambda v: ({0: batch} if v.dim() else {}) if isinstance(v, Tensor) else None, inputs)
+    return (shapes,) if isinstance(inputs, Tensor) else shapes
+
+
+def _trace(model: nn.Module, inputs: Batch, dynamic_batch: bool) -> torch.export.ExportedProgram:
     """The model as torch.export sees it; ExportError names the module in which that fails."""
-    inputs: Any = tree_map_only(Tensor, lambda t: t.detach().cpu(), sample)
-    shapes = None
-    if dynamic_batch:
-        batch = torch.export.Dim("batch")
-        inputs = tree_map_only(Tensor, _at_least_two, inputs)
-        shapes = tree_map_only(Tensor, lambda t: {0: batch} if t.dim() else {}, inputs)
+    shapes = _free_dimensions(inputs, torch.export.Dim("batch")) if dynamic_batch else None
     arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
     keywords = inputs if isinstance(inputs, dict) else None
-    if isinstance(inputs, Tensor) and shapes is not None:
-        shapes = (shapes,)
     running = _follow(model)
     try:
         with _quiet():
@@ -146,11 +152,6 @@ def _trace(model: nn.Module, sample: Batch, dynamic_batch: bool) -> torch.export
         where = f"in {running[-1]!r}" if running and running[-1] else "in the model itself"
         hint = "; if dimension 0 is not the batch, or the model fixes it: dynamic_batch=False" if dynamic_batch else ""
         raise ExportError(f"torch.export cannot follow the model, {where}: {_first_line(problem)}{hint}") from problem
-
-
-def _at_least_two(tensor: Tensor) -> Tensor:
-    """`tensor` with at least two samples: torch.export takes a batch of one for a constant."""
-    return torch.cat([tensor, tensor]) if tensor.dim() and tensor.shape[0] == 1 else tensor
 
 
 def _follow(model: nn.Module) -> list[str]:
@@ -166,10 +167,9 @@ def _follow(model: nn.Module) -> list[str]:
     return running
 
 
-def _translate(program: torch.export.ExportedProgram, opset: int, dynamic_batch: bool) -> Any:
+def _translate(program: torch.export.ExportedProgram, opset: int, shapes: Any) -> Any:
     """The program in ONNX operators; ExportError names the operator that has none and the module that uses it."""
     outputs = len(program.graph_signature.user_outputs)
-    shapes = [{0: "batch"} for _ in program.graph_signature.user_inputs] if dynamic_batch else None
     try:
         with _quiet():
             return torch.onnx.export(
@@ -274,7 +274,10 @@ def _write(model: Any, path: Path, facts: dict[str, str]) -> int:
     if weight_bytes > LARGEST_FILE:
         raise ExportError(f"the weights take {weight_bytes:,} bytes, and an ONNX file holds at most {LARGEST_FILE:,}")
     proto = onnx_ir.to_proto(model)
-    onnx.checker.check_model(proto, full_check=True)
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as problem:
+        raise ExportError(f"torch's ONNX exporter made a graph that is not valid: {_first_line(problem)}") from problem
     data = proto.SerializeToString()
     with replacing(path, error=ExportError) as temporary:
         temporary.write_bytes(data)
