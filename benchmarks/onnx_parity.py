@@ -1,6 +1,6 @@
 """What onnxruntime makes of exported files: sizes, and how far outputs lie from the live model's, by session options.
 
-    python benchmarks/onnx_parity.py       # a table, and results/onnx-cpu.json; some minutes
+    python benchmarks/onnx_parity.py       # a table, and results/onnx-cpu.json; ten minutes
 
 The demo's network is trained (recipe `digits`) and run on its 500 test images. The others have random weights and norm
 statistics of random inputs; the transformer's layers are weight-only. `difference` is the largest between outputs, in
