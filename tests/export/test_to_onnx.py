@@ -376,8 +376,9 @@ def test_two_bit_weights_before_a_quantizer_load(make_live: Callable[..., nn.Mod
 def test_biases_are_not_rounded_under_default_options(
     make_live: Callable[..., nn.Module], bits: int, tmp_path: Path
 ) -> None:
-    """Inside Conv or Gemm they would be, to multiples of the product of both scales."""
-    net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    """Inside a Conv or Gemm between quantizers they would be, to multiples of the product of both scales."""
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    net = nn.Sequential(*hidden, nn.Linear(16, 4))
     with torch.no_grad():
         for value in net.parameters():
             value.copy_(torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())) / 4)
