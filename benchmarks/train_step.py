@@ -46,7 +46,7 @@ from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
 from bitdial.kernels import quantize
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import EAGER_STEPS, StepGraphs
-from bitdial.train.steps import make_optimizer
+from bitdial.train.optimizers import make_optimizer
 
 SHAPES = {"resnet20": (64, 3, 32), "resnet18": (8, 3, 112), "mobilenet_v2": (8, 3, 112)}
 GPU_SHAPES = {"resnet20": (256, 3, 32), "resnet18": (64, 3, 224), "resnet50": (64, 3, 224)}
@@ -149,7 +149,7 @@ class Work:
 def float_step(model: nn.Module, network: FastModel) -> Callable[[Tensor, Tensor], Tensor]:
     """A step of ordinary training of `model`'s parameters, with `network` in its place."""
     parameters, config = list(model.parameters()), TrainConfig()
-    optimizer = make_optimizer(config, parameters, config.weight_decay)
+    optimizer = make_optimizer(config.optimizer, parameters, lr=config.lr, weight_decay=config.weight_decay)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         for parameter in parameters:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bitdial
+from bitdial.artifact import amend
 from bitdial.cli import main
 
 
@@ -63,6 +64,15 @@ def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
         assert expected in row
 
 
+def test_a_recipe_that_is_no_text_is_no_recipe(file, capsys, tmp_path) -> None:
+    odd = tmp_path / "odd.safetensors"
+    odd.write_bytes(file.read_bytes())
+    amend(odd, metrics={"recipe": ["digits"]})
+    assert main(["eval", str(odd)]) == 1
+    assert "does not say what it was trained on" in capsys.readouterr().err
+    assert main(["switch", str(odd), "--bits", "2"]) == 0
+
+
 def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
     assert main(["switch", str(file), "--bits", "2"]) == 0
     text = capsys.readouterr().out
@@ -81,7 +91,7 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
         (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
         (["eval", "FILE", "--data", "SHAPE"], "does not fit the model"),
         (["eval", "FILE", "--data", "LABELS"], "targets of shape"),
-        (["train", "digits", "--out", "OUT", "--holdout"], "takes no --holdout"),
+        (["train", "digits", "--out", "OUT", "--recalibrate", "2"], "takes no --recalibrate"),
         (["train", "digits", "--out", "OUT", "--data", "OUT"], "takes no --data"),
         (["train", "digits", "--out", "OUT", "--epochs", "1", "--lr", "-1"], "lr=-1.0 must be a positive number"),
     ],
@@ -114,7 +124,14 @@ def test_wrong_usage_exits_with_2(capsys, command) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], *([name, "--help"] for name in ("demo", "train", "eval", "inspect", "switch"))]
+    "command",
+    [
+        ["--help"],
+        *(
+            [name, "--help"]
+            for name in ("demo", "train", "eval", "inspect", "switch", "sensitivity", "search", "pareto")
+        ),
+    ],
 )
 def test_help_of_every_command(capsys, command) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -145,7 +162,7 @@ def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None
     }
     settings = (4, (6, 4), "narrow-acts", mixed)
     for (bits, words), setting in zip(said.items(), settings, strict=True):
-        assert main(["export", str(file), "--onnx", str(target), "--bits", bits, "--shape", "1x8x8"]) == 0
+        assert main(["export", str(file), "--onnx", str(target), "--bits", bits, "--input", "1x8x8"]) == 0
         assert words in capsys.readouterr().out
         bitdial.export_onnx(live, tmp_path / "library.onnx", x, bits=setting)
         assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
@@ -159,11 +176,11 @@ def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None
         (["--bits", "5"], "bits=5 is not in bit_choices (8, 6, 4, 2)"),
         (["--bits", "wide"], "'wide' is not a bit-width and not the name of a stored plan"),
         (["--bits", "none.json"], "--bits none.json: not a plan"),
-        (["--bits", "4", "--shape", "3x8x8"], "the model does not run on the sample"),
+        (["--bits", "4", "--input", "3x8x8"], "the model does not run on the sample"),
     ],
 )
 def test_export_explains_what_does_not_fit(file, capsys, tmp_path, options, words) -> None:
-    assert main(["export", str(file), "--onnx", str(tmp_path / "x.onnx"), "--shape", "1x8x8", *options]) == 1
+    assert main(["export", str(file), "--onnx", str(tmp_path / "x.onnx"), "--input", "1x8x8", *options]) == 1
     assert words in capsys.readouterr().err
     assert not (tmp_path / "x.onnx").exists()
 
@@ -172,4 +189,4 @@ def test_export_asks_for_the_shape_that_a_file_does_not_tell(capsys, tmp_path) -
     model = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
     bitdial.save(bitdial.prepare(model, bitdial.QuantConfig(), torch.rand(4, 1, 8, 8)), tmp_path / "m.safetensors")
     assert main(["export", str(tmp_path / "m.safetensors"), "--onnx", str(tmp_path / "x.onnx")]) == 1
-    assert "pass --shape, such as --shape 3x32x32" in capsys.readouterr().err
+    assert "--input" in capsys.readouterr().err

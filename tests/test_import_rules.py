@@ -21,8 +21,8 @@ LEVELS: dict[str, int] = {
     "nn": 2, "kernels": 2,
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "hessian": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,
-    "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5,
-    "cli": 6, "cli_export": 6, "__main__": 6,
+    "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5, "mixed_demo": 5,
+    "cli": 6, "__main__": 6,
     "__init__": 7,
 }  # fmt: skip
 
@@ -37,15 +37,17 @@ SAME_LEVEL = {
     ("report", "plots"),
     ("demo", "recipes"),
     ("demo", "report"),
+    ("mixed_demo", "plots"),
+    ("mixed_demo", "recipes"),
+    ("mixed_demo", "report"),
     ("__main__", "cli"),
-    ("cli", "cli_export"),
 }
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.
 REQUIRED = {"torch", "numpy", "safetensors"}
 # A file of kernels is imported by the function that needs it, so it may import their compiler at once.
 KERNEL_COMPILERS = {"triton"}
-MAY_PRINT = {"cli", "cli_export", "__main__"}
+MAY_PRINT = {"cli", "__main__"}
 
 # --- reading ------------------------------------------------------------------------------------
 

@@ -36,6 +36,10 @@ TRACES = {
 }
 
 
+PLANS = {"2.5 bits": {"conv1": (4, 4), "layer1.0.conv1": (2, 2), "fc": (8, 4)}}
+FRONTS = {"one": [(2.0, 0.5), (3.0, 0.9)], "other": [(2.5, 0.7)]}
+
+
 def make_history(epochs: int = 3) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     rows, gradients = [], {}
@@ -70,6 +74,9 @@ def all_figures() -> dict[str, Figure]:
         "histograms": plots.weight_histograms({b: grid_values(b) for b in BITS}),
         "sizes": plots.sizes_by_bits(SIZES),
         "sensitivity": plots.sensitivity_by_layer(TRACES),
+        "bits": plots.bits_over_traces(TRACES, PLANS),
+        "fronts": plots.pareto_fronts(FRONTS, cost="bits", uniform={4: (4.0, 0.9)}),
+        "predicted": plots.predicted_and_measured([0.0, 1.0], [0.9, 0.8], -1.0),
     }
 
 
@@ -300,6 +307,9 @@ def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp
         (plots.weight_histograms, {2: [1.0]}),
         (plots.sizes_by_bits, SIZES),
         (plots.sensitivity_by_layer, TRACES),
+        (plots.bits_over_traces, TRACES, PLANS),
+        (functools.partial(plots.pareto_fronts, cost="bits"), FRONTS),
+        (plots.predicted_and_measured, [1.0], [0.5], None),
         (plots.to_svg, figure),
         (plots.to_png, figure, tmp_path / "x.png"),
     ]

@@ -340,8 +340,8 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     from bitdial.cli import main
 
     text = page("README.md") + page("docs/quickstart.md")
-    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|export|sensitivity)\b", text))
-    assert commands == {"demo", "train", "eval", "inspect", "switch", "export", "sensitivity"}
+    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|export|sensitivity|search|pareto)\b", text))
+    assert commands == {"demo", "train", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"}
     for command in commands:
         with pytest.raises(SystemExit) as leaving:
             main([command, "--help"])

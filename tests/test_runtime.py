@@ -441,7 +441,7 @@ def test_stored_plans_by_name(tmp_path: Path, loader: Any) -> None:
             assert get_bits(live) == resolved
             assert torch.equal(live(x), expected)
         assert get_bits(live) == BitPlan(dict.fromkeys(resolved, 8))
-    for same in (copy.deepcopy(live), nn.DataParallel(live)):
+    for same in (copy.deepcopy(live), nn.DataParallel(copy.deepcopy(live))):  # which moves its module to a GPU
         set_bits(same, "3.0 bits")
         assert get_bits(same)["conv"] == (8, 8)
     assert evaluate(live, [(x, torch.zeros(len(x), dtype=torch.long))], ["4"])["4"] >= 0

@@ -611,14 +611,18 @@ def test_the_command_equals_the_library(
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
     command = ["sensitivity", str(file), "--data", str(tmp_path / "data.npz"), "--seed", "3"]
     command += ["--most-samples", "6", "--images", "12", "--out", str(tmp_path / "s.json")]
-    assert main(command) == 0
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        assert main(command) == 0
     text = capsys.readouterr().out
     found = Sensitivity.load(tmp_path / "s.json")
     generator = seeded(3)
     chosen = torch.randperm(20, generator=generator)[:12]
-    model = bitdial.load_trainable(file)
-    assert found == quiet(model, [(x[chosen], y[chosen])], most_samples=6, generator=generator)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where the command works
+    model, batch = bitdial.load_trainable(file).to(device), (x[chosen].to(device), y[chosen].to(device))
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        assert found == quiet(model, [batch], most_samples=6, generator=generator)
     assert found.images == 12
+    assert bitdial.read_artifact(file).sensitivity == found
     for name, entry in found.layers.items():
         row = next(line for line in text.splitlines() if f" {name} " in line)
         for figure in (f"{entry.parameters:,}", f"{entry.trace:.4g}", f"{entry.error:.2g}", f"{entry.normalized:.3g}"):
@@ -626,7 +630,10 @@ def test_the_command_equals_the_library(
 
 
 def test_the_command_takes_training_images_of_the_digits(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sensitivity", str(file), "--data", "digits", "--images", "9", "--most-samples", "2"]) == 0
+    before = file.read_bytes()
+    command = ["sensitivity", str(file), "--data", "digits", "--images", "9", "--most-samples", "2", "--no-store"]
+    assert main(command) == 0
+    assert file.read_bytes() == before
     assert "on 9 images" in capsys.readouterr().out.replace("\n", " ")
 
 

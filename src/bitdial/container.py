@@ -92,6 +92,12 @@ def replacing(path: Path, *, error: type[BitdialError]) -> Iterator[Path]:
         _flush(path.parent)
 
 
+def write_json(path: str | os.PathLike[str], values: Any) -> None:
+    """Write JSON `values` to `path` atomically; BitdialError if that fails."""
+    with replacing(Path(path), error=BitdialError) as temporary:
+        temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,6 +1,5 @@
 """The demo: the whole path on data that needs no download, and the proof that each step kept its promise."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import torch
 
 from bitdial.artifact import read_artifact, sizes
-from bitdial.container import replacing
-from bitdial.errors import ArtifactError, BitdialError
+from bitdial.container import write_json
+from bitdial.errors import ArtifactError
 from bitdial.exact import code_exact
 from bitdial.plan import set_bits
 from bitdial.recipes import RECIPES, RecipeOptions, RecipeOutcome
@@ -34,6 +33,7 @@ def run_demo(out: Path, *, progress: bool = True) -> DemoOutcome:
     live = load(artifact)
     identical, agreement = _compare(outcome, live)
     size = sizes(artifact)
+    assert outcome.float_model is not None
     float_bytes = sum(t.nbytes for t in outcome.float_model.state_dict().values())
     result = {
         "float_top1": outcome.float_top1,
@@ -69,9 +69,3 @@ def _compare(outcome: RecipeOutcome, live: torch.nn.Module) -> tuple[dict[int, b
     if not all(identical.values()):
         raise ArtifactError(f"the reloaded model differs from the trained one: {identical}")
     return identical, agreement
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write `values` to `path` atomically."""
-    with replacing(path, error=BitdialError) as temporary:
-        temporary.write_text(json.dumps(values, indent=2) + "\n")

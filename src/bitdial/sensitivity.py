@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from bitdial.config import Config
-from bitdial.container import replacing
-from bitdial.errors import BitdialError, ConfigError
+from bitdial.container import write_json
+from bitdial.errors import ConfigError
 
 
 class _Stored(Config):
@@ -82,8 +82,7 @@ class Sensitivity(_Stored):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to `path` as JSON, atomically; BitdialError if that fails."""
-        with replacing(Path(path), error=BitdialError) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Sensitivity":

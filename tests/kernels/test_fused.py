@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitdial import QuantConfig, build_model, prepare, set_bits
 from bitdial import functional as bf
 from bitdial.kernels import fused, quantize
+from bitdial.kernels.codes import ActivationCodes, WeightCodes
 from bitdial.train.fuse import FastModel, FusedConv, FusedNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -101,7 +102,7 @@ def test_convolution_of_quantised_weights(scheme: str, channels: int, groups: in
     expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1, groups=groups)
     grad = normal(*expected.shape, seed=4)
     wanted = torch.autograd.grad(expected, (x, conv.weight, scale), grad)
-    y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings))
+    y, _ = fused.convolve(x, conv, conv.weight, WeightCodes.of(scale, **settings))
     close(y, expected)
     for got, want in zip(torch.autograd.grad(y, (x, conv.weight, scale), grad), wanted, strict=True):
         close(got, want, tolerance=1e-4)
@@ -115,7 +116,7 @@ def test_a_scale_learns_although_its_weight_is_frozen() -> None:
     x = normal(2, 16, 6, 6, seed=3)
     expected = F.conv2d(x, bf.fake_quantize(conv.weight, scale, **settings), padding=1)
     grad = normal(*expected.shape, seed=4)
-    y, _ = fused.convolve(x, conv, conv.weight, fused.WeightCodes.of(scale, **settings))
+    y, _ = fused.convolve(x, conv, conv.weight, WeightCodes.of(scale, **settings))
     close(torch.autograd.grad(y, scale, grad)[0], torch.autograd.grad(expected, scale, grad)[0], tolerance=1e-4)
 
 
@@ -173,14 +174,14 @@ def check_norm(shape: tuple[int, ...], residual: bool, cap: float | None, signed
     x = (normal(*shape, seed=8) + 5).requires_grad_()  # a mean far from 0: moments must not cancel
     other = normal(*shape, seed=9).requires_grad_() if residual else None
     scale = torch.tensor([0.11], device=DEVICE, requires_grad=True)
-    codes = None if signed is None else fused.ActivationCodes(scale, bf.code_range(4, signed=signed), 0.3)
+    kind = "signed" if signed else "unsigned"
+    codes = None if signed is None else ActivationCodes.of(scale, bits=4, kind=kind, gradient_scale=0.3)
     value, quantized = fused.normalize(
         x, norm, moments=None, other=other, cap=cap, codes=codes, keep=use in ("value", "both")
     )
 
     expected = twin(x) if other is None else twin(x) + other
     expected = expected if cap is None else F.hardtanh(expected, 0.0, cap)
-    kind = "signed" if signed else "unsigned"
     # the codes of the value that the kernel has: where a value lies at the edge of a code, a rounding decides
     exact, _ = fused.normalize(x, copy.deepcopy(norm), moments=None, other=other, cap=cap, codes=None, keep=True)
     source = expected + (exact - expected).detach()

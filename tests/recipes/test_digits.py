@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bitdial.artifact import read_artifact
 from bitdial.errors import CheckpointError, ConfigError
 from bitdial.models import build_model
 from bitdial.recipes import RecipeOptions
@@ -23,6 +24,24 @@ def test_split_is_fixed_and_disjoint() -> None:
     assert torch.equal(digits_data()[2], x_test)
     seen = {tuple(image.flatten().tolist()) for image in x}
     assert not any(tuple(image.flatten().tolist()) in seen for image in x_test)
+
+
+def test_images_are_held_out_of_the_training_set() -> None:
+    x, y, *_ = digits_data()
+    kept, labels, held, held_labels = digits_data(holdout=True)
+    assert torch.equal(torch.cat((kept, held)), x)
+    assert torch.equal(torch.cat((labels, held_labels)), y)
+    assert len(held) == len(held_labels) == 401
+    assert len(kept) % 64 == 0
+
+
+def test_recipe_holds_images_out_if_told_to(tmp_path) -> None:
+    options = {"epochs": 1, "bit_choices": (2,), "progress": False}
+    outcome = digits(RecipeOptions(out=tmp_path, holdout=True, **options))
+    assert sum(len(y) for _, y in outcome.test) == 401
+    assert read_artifact(outcome.artifact).metrics["holdout"] is True
+    (tmp_path / "float-holdout.ckpt").touch()  # a whole run does not go on from what a held-out run left
+    assert read_artifact(digits(RecipeOptions(out=tmp_path, **options)).artifact).metrics["holdout"] is False
 
 
 def test_recipe_leaves_the_artifact_and_no_checkpoint(tmp_path) -> None:

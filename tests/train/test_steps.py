@@ -119,7 +119,7 @@ class Reference:
         t = state["t"]
         if self.config.optimizer != "adamw":
             gradient = gradient + decay * value
-        if self.config.optimizer == "sgd":
+        if self.config.optimizer == "sgd" and "quantizer" not in str(key):  # scales have Adam
             state["m"] = gradient if t == 1 else 0.9 * state["m"] + gradient
             return -rate * state["m"]
         state["m"] = 0.9 * state["m"] + 0.1 * gradient
@@ -691,7 +691,7 @@ def test_relative_steps_by_hand(make_model: MakeModel) -> None:
         steps = torch.tensor([0.25, -0.25, 0.0, -0.125])
         if not relative:
             steps = steps * start
-        with guard.watch(step=0, bits=8), torch.no_grad():
+        with guard.watch(guard.scales, step=0, bits=8), torch.no_grad():
             scale += steps
         torch.testing.assert_close(scale.detach(), start * torch.tensor([1.25, 0.75, 1.0, 0.875]))
         moved = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
@@ -709,7 +709,7 @@ def test_shares_of_a_step_by_hand(relative: bool, make_model: MakeModel) -> None
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     steps = [torch.tensor([0.4, -0.4, -0.8, -4.0]), torch.full((6,), 0.5), torch.tensor([-0.25])]
     shares = {conv: torch.tensor([0.5, 0.0, 0.5, 0.5]), hidden: torch.tensor(0.1)}
-    with guard.watch(step=0, bits=8, shares=shares), torch.no_grad():
+    with guard.watch(guard.scales, step=0, bits=8, shares=shares), torch.no_grad():
         for scale, step, begin in zip((conv, hidden, free), steps, start, strict=True):
             scale += step if relative else step * begin
     torch.testing.assert_close(conv.detach(), start[0] * torch.tensor([1.2, 1.0, 0.6, 0.5]))  # the last: halved
@@ -726,7 +726,7 @@ def test_a_share_that_is_not_a_number_is_noticed(make_model: MakeModel) -> None:
     guard, scale = ScaleGuard(model, relative=True), first_scale(model)
     with (
         pytest.raises(TrainingError, match=r"step 3, 2 bits: .*'conv\.weight_quantizer\.scale'"),
-        guard.watch(step=3, bits=2, shares={scale: torch.tensor(float("nan"))}),
+        guard.watch(guard.scales, step=3, bits=2, shares={scale: torch.tensor(float("nan"))}),
         torch.no_grad(),
     ):
         scale *= 1.01
@@ -737,7 +737,7 @@ def test_an_update_at_most_halves(relative: bool, make_model: MakeModel) -> None
     model = make_model(BITS)
     guard, scale = ScaleGuard(model, relative=relative), first_scale(model)
     start = scale.detach().clone()
-    with guard.watch(step=0, bits=8), torch.no_grad():
+    with guard.watch(guard.scales, step=0, bits=8), torch.no_grad():
         scale -= torch.tensor([0.6, 1.0, 100.0, 1e30])
     if relative:
         assert torch.equal(scale, start / 2)
@@ -763,11 +763,11 @@ def test_a_collapsed_scale_is_named_with_the_step(make_model: MakeModel) -> None
     guard = ScaleGuard(model, relative=False)
     scale = model.hidden.act_quantizer.scales["4"]
     for step in range(9):
-        with guard.watch(step=step, bits=4), torch.no_grad():
+        with guard.watch(guard.scales, step=step, bits=4), torch.no_grad():
             scale.zero_()
     with (
         pytest.raises(TrainingError, match=r"step 9, 4 bits: .*'hidden\.act_quantizer\.scales\.4' collapsed"),
-        guard.watch(step=9, bits=4),
+        guard.watch(guard.scales, step=9, bits=4),
         torch.no_grad(),
     ):
         scale.zero_()
@@ -788,7 +788,7 @@ def test_a_scale_that_is_not_finite_is_named(value: float, make_model: MakeModel
     guard = ScaleGuard(model, relative=True)
     with (
         pytest.raises(TrainingError, match=r"step 3, 2 bits: .*'conv\.weight_quantizer\.scale'"),
-        guard.watch(step=3, bits=2),
+        guard.watch(guard.scales, step=3, bits=2),
         torch.no_grad(),
     ):
         first_scale(model)[1] = value

@@ -3,6 +3,7 @@
 docs/artifact-format.md is the specification. Reading never runs code from the file and trusts nothing in it.
 """
 
+from bitdial.artifact.amend import amend
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.artifact.read import read_artifact
 from bitdial.artifact.sizes import sizes
@@ -11,6 +12,7 @@ from bitdial.artifact.write import save
 __all__ = [
     "FLOAT",
     "Artifact",
+    "amend",
     "float_state",
     "layer_table_entry",
     "norm_table_entry",

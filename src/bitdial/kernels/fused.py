@@ -13,35 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bitdial import functional as bf
-from bitdial.kernels.quantize import Rounding, rounding_of, use_triton, value_type
+from bitdial.kernels.codes import ActivationCodes, WeightCodes
+from bitdial.kernels.quantize import use_triton, value_type
 
 MOST_CHANNELS = 64  # above, cuDNN's convolutions are good
 FEW_CHANNELS, MANY_PIXELS = 32, 2**16  # so they are above these two, if the filter is larger than a pixel
 INDEXABLE = 2**31
 CONVOLUTION_TYPES = (torch.bfloat16, torch.float16)
-
-
-class WeightCodes(NamedTuple):
-    """How `convolve` quantises a weight: its scale, the rounding, where it clips, and the factor of the gradient."""
-
-    scale: Tensor
-    rounding: Rounding
-    unclipped: tuple[float, float]
-    gradient_scale: float
-
-    @classmethod
-    def of(cls, scale: Tensor, *, high: int, low: int, scheme: str, ties: str, gradient_scale: float) -> "WeightCodes":
-        rule = bf.scheme_of(scheme)
-        return cls(scale, rounding_of(rule, high, low, ties), bf.unclipped_range(rule, high, low), gradient_scale)
-
-
-class ActivationCodes(NamedTuple):
-    """How `normalize` quantises what it puts out: the scale, the range of codes, and the factor of the gradient."""
-
-    scale: Tensor
-    codes: tuple[int, int]
-    gradient_scale: float
 
 
 class SideStream:
@@ -58,7 +36,7 @@ class SideStream:
         self.running: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.found: list[tuple[Tensor, Tensor]] = []
 
-    def quantize(self, weight: Tensor, codes: "WeightCodes") -> tuple[Tensor, torch.cuda.Event]:
+    def quantize(self, weight: Tensor, codes: WeightCodes) -> tuple[Tensor, torch.cuda.Event]:
         """Quantise `weight`; the event says when that is done."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -129,7 +107,7 @@ def is_depthwise(conv: nn.Conv2d) -> bool:
 def _quantize(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
     from bitdial.kernels import triton_quantize
 
-    return triton_quantize.weight_forward(weight, codes.scale.detach(), codes.rounding, dtype)
+    return triton_quantize.weight_forward(weight, codes, dtype)
 
 
 class _Convolution(torch.autograd.Function):
@@ -175,8 +153,7 @@ class _Convolution(torch.autograd.Function):
             parts = kernels.weight_gradient(x, grad, quantized, ctx.stride, ctx.padding)
             if ctx.codes is None:
                 return (parts.sum(dim=0).permute(0, 3, 1, 2),)
-            _, rounding, unclipped, gradient_scale = ctx.codes
-            return triton_quantize.weight_backward(parts, weight, scale, rounding, unclipped, gradient_scale)
+            return triton_quantize.weight_backward(parts, weight, ctx.codes)
 
         dw: Tensor | None = None
         dscale: tuple[Tensor | None, ...] = (None,)
@@ -264,12 +241,11 @@ class _Norm(torch.autograd.Function):
         lines = triton_norm.norm_forward(
             x, moments.parts, moments.rows, gamma, beta, (mean, var, seen), eps=norm.eps, momentum=norm.momentum
         )
-        ctx.limits = {"cap": cap, "codes": (0, 0) if codes is None else codes.codes}
         value, quantized = triton_norm.apply_forward(
-            x, lines, other, scale, keep=keep or other is not None, dtype=value_type(x), **ctx.limits
+            x, lines, other, codes, cap=cap, keep=keep or other is not None, dtype=value_type(x)
         )
         ctx.save_for_backward(x, value if other is not None else None, lines, scale)
-        ctx.residual, ctx.gradient_scale = other is not None, 1.0 if codes is None else codes.gradient_scale
+        ctx.residual, ctx.cap, ctx.codes = other is not None, cap, codes
         ctx.set_materialize_grads(False)
         return value, quantized
 
@@ -278,13 +254,12 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from bitdial.kernels import triton_norm
 
-        x, value, lines, scale = ctx.saved_tensors
+        x, value, lines, _ = ctx.saved_tensors
         grad, grad_quantized = (None if g is None else g.to(x.dtype, memory_format=torch.channels_last) for g in grads)
         both = grad is not None and grad_quantized is not None
         dx, dother, dgamma, dbeta, dscale = triton_norm.backward(
-            grad, grad_quantized, x, value, lines, scale,
-            keep=ctx.residual or both, gradient_scale=ctx.gradient_scale, **ctx.limits,
-        )  # fmt: skip
+            grad, grad_quantized, x, value, lines, ctx.codes, cap=ctx.cap, keep=ctx.residual or both
+        )
         return dx, dgamma, dbeta, dother if ctx.residual else None, dscale, None, None, None, None, None
 
 

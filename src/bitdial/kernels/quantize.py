@@ -7,31 +7,14 @@ autocast the kernels write the values in autocast's type at once, which saves th
 import functools
 import importlib.util
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial import functional as bf
-
-SECOND = {None: 0, "nearest even": 1, "nearest up": 2, "floor": 3}
-
-
-class Rounding(NamedTuple):
-    """A weight scheme as the kernels see it: widths, kind of the first and second rounding, offset of the values."""
-
-    high: int
-    low: int
-    first_floor: bool
-    second: int
-    offset: float
-
-
-def rounding_of(rule: bf.Scheme, high: int, low: int, ties: str) -> Rounding:
-    """How `rule` rounds a weight to `low` bits by way of `high` bits."""
-    second = f"nearest {ties}" if rule.second == "nearest" else rule.second
-    return Rounding(high, low, rule.first == "floor", SECOND[second] if high > low else 0, rule.offset)
+from bitdial.kernels.codes import ActivationCodes, WeightCodes
 
 
 @functools.cache
@@ -52,19 +35,18 @@ def value_type(x: Tensor) -> torch.dtype:
 
 
 class _Activation(torch.autograd.Function):
-    """`bitdial.functional`'s activation quantizer by Triton kernels."""
+    """`bitdial.functional`'s activation quantizer by Triton kernels; `whole` is the zero-point as an integer."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, signed: bool, gradient_scale: float
+        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, whole: Tensor | None, codes: ActivationCodes
     ) -> Tensor:
         from bitdial.kernels import triton_quantize
 
         x = _dense(x)
-        whole = None if zero_point is None else bf.integer_zero_point(zero_point, bits)
         ctx.save_for_backward(x, scale, whole)
-        ctx.range, ctx.gradient_scale = bf.code_range(bits, signed=signed), gradient_scale
-        return triton_quantize.act_forward(x, scale, whole, ctx.range, value_type(x))
+        ctx.codes = codes
+        return triton_quantize.act_forward(x, codes, whole, value_type(x))
 
     @staticmethod
     @once_differentiable
@@ -73,11 +55,9 @@ class _Activation(torch.autograd.Function):
 
         x, scale, whole = ctx.saved_tensors
         grad = _like(grads[0], x)
-        grad_x, grad_scale, grad_zero = triton_quantize.act_backward(grad, x, scale, whole, ctx.range)
-        grad_scale = (grad_scale * ctx.gradient_scale).reshape(scale.shape)
-        if grad_zero is not None:
-            grad_zero = (grad_zero * ctx.gradient_scale).reshape(scale.shape)
-        return grad_x, grad_scale, grad_zero, None, None, None
+        grad_x, *sums = triton_quantize.act_backward(grad, x, ctx.codes, whole)
+        grad_scale, grad_zero = (None if s is None else s.reshape(scale.shape) for s in sums)
+        return grad_x, grad_scale, grad_zero, None, None
 
 
 def fake_quantize_activation(
@@ -92,44 +72,39 @@ def fake_quantize_activation(
     """`x` as its `bits`-bit code says it, differentiable; see `bitdial.functional.fake_quantize_activation`."""
     if use_triton(x) and scale.dtype == torch.float32:
         bf.check_activation(bits, kind, zero_point)
-        return bf.apply(_Activation, x, scale, zero_point, bits, kind == "signed", gradient_scale)
+        codes = ActivationCodes.of(scale, bits=bits, kind=kind, gradient_scale=gradient_scale)
+        whole = None if zero_point is None else bf.integer_zero_point(zero_point.detach(), bits)
+        return bf.apply(_Activation, x, scale, zero_point, whole, codes)
     with torch.autocast(x.device.type, enabled=False):
         return bf.fake_quantize_activation(
             x.to(scale.dtype), scale, zero_point, bits=bits, kind=kind, gradient_scale=gradient_scale
         )
 
 
+def quantize_activation_by(x: Tensor, codes: ActivationCodes) -> Tensor:
+    """`x` as `codes` say it, differentiable; only where `use_triton`."""
+    return bf.apply(_Activation, x, codes.scale, None, None, codes)
+
+
 class _Weight(torch.autograd.Function):
     """`bitdial.functional`'s weight quantizer by Triton kernels."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        scale: Tensor,
-        high: int,
-        low: int,
-        rule: bf.Scheme,
-        ties: str,
-        gradient_scale: float,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, codes: WeightCodes) -> Tensor:
         from bitdial.kernels import triton_quantize
 
-        ctx.rounding = rounding_of(rule, high, low, ties)
-        ctx.unclipped, ctx.gradient_scale = bf.unclipped_range(rule, high, low), gradient_scale
         weight = _dense(weight)
         ctx.save_for_backward(weight, scale)
-        return triton_quantize.weight_forward(weight, scale, ctx.rounding, value_type(weight))
+        ctx.codes = codes
+        return triton_quantize.weight_forward(weight, codes, value_type(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from bitdial.kernels import triton_quantize
 
-        weight, scale = ctx.saved_tensors
-        grad = _like(grads[0], weight)
-        both = triton_quantize.weight_backward(grad, weight, scale, ctx.rounding, ctx.unclipped, ctx.gradient_scale)
-        return *both, None, None, None, None, None
+        weight, _ = ctx.saved_tensors  # looks whether they have changed since
+        return *triton_quantize.weight_backward(_like(grads[0], weight), weight, ctx.codes), None
 
 
 def fake_quantize(
@@ -143,11 +118,16 @@ def fake_quantize(
     gradient_scale: float = 1.0,
 ) -> Tensor:
     """`weight` as its `low`-bit code says it, differentiable; see `bitdial.functional.fake_quantize`."""
-    rule = bf.scheme_of(scheme)
-    if use_triton(weight) and weight.dtype == torch.float32 and rule.scale != "derived":
-        bf.check_fake_quantize(high, low, scheme, ties)
-        return bf.apply(_Weight, weight, scale, high, low, rule, ties, gradient_scale)
-    return bf.fake_quantize(weight, scale, high=high, low=low, scheme=scheme, ties=ties, gradient_scale=gradient_scale)
+    settings: dict[str, Any] = {"high": high, "low": low, "scheme": scheme, "ties": ties}
+    if use_triton(weight) and weight.dtype == torch.float32 and bf.scheme_of(scheme).scale != "derived":
+        bf.check_fake_quantize(**settings)
+        return quantize_weight_by(weight, WeightCodes.of(scale, **settings, gradient_scale=gradient_scale))
+    return bf.fake_quantize(weight, scale, **settings, gradient_scale=gradient_scale)
+
+
+def quantize_weight_by(weight: Tensor, codes: WeightCodes) -> Tensor:
+    """`weight` as `codes` say it, differentiable; only where `use_triton`, in float32."""
+    return bf.apply(_Weight, weight, codes.scale, codes)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
+from bitdial.kernels.codes import ActivationCodes, first_row
+from bitdial.kernels.triton_quantize import _act_factor, _act_range, _clip, _nearest, _ratio
 
 ELEMENTS = 2048  # of a tile
 WARPS = 4
@@ -98,17 +99,27 @@ def _value(x, slope, shift, other, cap, RESIDUAL: tl.constexpr, ACT: tl.constexp
 
 
 @triton.jit
+def _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale and the range of the codes; anything if there are none."""
+    scale, least, most = 1.0, 0.0, 0.0
+    if QUANTIZE:
+        scale = tl.load(scale_ptr)
+        least, most = _act_range(table_ptr, choice_ptr)
+    return scale, least, most
+
+
+@triton.jit
 def _apply(  # type: ignore[no-untyped-def]
     x_ptr,
     other_ptr,
     norm_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     value_ptr,
     quantized_ptr,
     rows,
     cap,
-    least,
-    most,
     C,
     RESIDUAL: tl.constexpr,
     ACT: tl.constexpr,
@@ -128,7 +139,7 @@ def _apply(  # type: ignore[no-untyped-def]
     if KEEP:
         tl.store(value_ptr + at, v, mask=live)
     if QUANTIZE:
-        scale = tl.load(scale_ptr)
+        scale, least, most = _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE)
         q = _nearest(_clip(_ratio(v.to(tl.float32), scale, least, most), least, most))
         tl.store(quantized_ptr + at, (q * scale).to(quantized_ptr.dtype.element_ty), mask=live)
 
@@ -138,10 +149,10 @@ def _gradient(  # type: ignore[no-untyped-def]
     g_ptr,
     gq_ptr,
     v,
-    scale_ptr,
     at,
     live,
     cap,
+    scale,
     least,
     most,
     ACT: tl.constexpr,
@@ -155,7 +166,7 @@ def _gradient(  # type: ignore[no-untyped-def]
         g += tl.load(g_ptr + at, mask=live, other=0.0).to(tl.float32)
     if QUANTIZE:
         gq = tl.load(gq_ptr + at, mask=live, other=0.0).to(tl.float32)
-        ratio = _ratio(v, tl.load(scale_ptr), least, most)
+        ratio = _ratio(v, scale, least, most)
         inside = (ratio > least) & (ratio < most)
         g += tl.where(inside, gq, 0.0)
         terms = gq * (_nearest(_clip(ratio, least, most)) - tl.where(inside, ratio, 0.0))
@@ -172,6 +183,8 @@ def _backward_sums(  # type: ignore[no-untyped-def]
     value_ptr,
     norm_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     total_ptr,
     sums_ptr,
     scale_sums_ptr,
@@ -179,8 +192,6 @@ def _backward_sums(  # type: ignore[no-untyped-def]
     share,
     parts,
     cap,
-    least,
-    most,
     C,
     STORED: tl.constexpr,
     ACT: tl.constexpr,
@@ -196,6 +207,7 @@ def _backward_sums(  # type: ignore[no-untyped-def]
     inverse = tl.load(norm_ptr + C + c, mask=c < C, other=0.0)[None, :]
     slope = tl.load(norm_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
     shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
+    scale, least, most = _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE)
     plain = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     dotted = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     scaled = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -208,7 +220,7 @@ def _backward_sums(  # type: ignore[no-untyped-def]
             v = tl.load(value_ptr + at, mask=live, other=0.0).to(tl.float32)
         else:
             v = _value(x, slope, shift, 0.0, cap, False, ACT).to(x_ptr.dtype.element_ty).to(tl.float32)
-        g, terms = _gradient(g_ptr, gq_ptr, v, scale_ptr, at, live, cap, least, most, ACT, DIRECT, QUANTIZE)
+        g, terms = _gradient(g_ptr, gq_ptr, v, at, live, cap, scale, least, most, ACT, DIRECT, QUANTIZE)
         if KEEP:
             kept = g.to(total_ptr.dtype.element_ty)
             tl.store(total_ptr + at, kept, mask=live)
@@ -228,6 +240,8 @@ def _join_sums(  # type: ignore[no-untyped-def]
     sums_ptr,
     scale_sums_ptr,
     norm_ptr,
+    table_ptr,
+    choice_ptr,
     dgamma_ptr,
     dbeta_ptr,
     dscale_ptr,
@@ -235,7 +249,6 @@ def _join_sums(  # type: ignore[no-untyped-def]
     rows,
     parts,
     scale_parts,
-    gradient_scale,
     C,
     BLOCK: tl.constexpr,
 ):
@@ -259,7 +272,7 @@ def _join_sums(  # type: ignore[no-untyped-def]
         for start in range(0, scale_parts, BLOCK):
             at = start + tl.arange(0, BLOCK)
             terms += tl.load(scale_sums_ptr + at, mask=at < scale_parts, other=0.0)
-        tl.store(dscale_ptr, tl.sum(terms) * gradient_scale)
+        tl.store(dscale_ptr, tl.sum(terms) * _act_factor(table_ptr, choice_ptr))
 
 
 @triton.jit
@@ -269,12 +282,12 @@ def _backward_apply(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     sums_ptr,
     dx_ptr,
     rows,
     cap,
-    least,
-    most,
     C,
     ACT: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -290,7 +303,8 @@ def _backward_apply(  # type: ignore[no-untyped-def]
     if ACT or QUANTIZE:
         shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
         v = _value(x, slope, shift, 0.0, cap, False, ACT).to(x_ptr.dtype.element_ty).to(tl.float32)
-    g, _ = _gradient(g_ptr, gq_ptr, v, scale_ptr, at, live, cap, least, most, ACT, DIRECT, QUANTIZE)
+    scale, least, most = _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE)
+    g, _ = _gradient(g_ptr, gq_ptr, v, at, live, cap, scale, least, most, ACT, DIRECT, QUANTIZE)
     plain = tl.load(sums_ptr + c, mask=c < C, other=0.0)[None, :]
     tilted = tl.load(sums_ptr + C + c, mask=c < C, other=0.0)[None, :]
     dx = slope * g - plain - (x - mean) * tilted
@@ -344,28 +358,32 @@ def default_tile_rows(x: Tensor) -> int:
     return _grid(x)[3]["BLOCK_R"]
 
 
+def _pointers(codes: ActivationCodes | None, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, table and choice for a kernel; without codes it looks at none of them."""
+    return (norm, norm, first_row(norm.device)) if codes is None else (codes.scale, *codes.dial)
+
+
 def apply_forward(
     x: Tensor,
     norm: Tensor,
     other: Tensor | None,
-    scale: Tensor | None,
+    codes: ActivationCodes | None,
     *,
     cap: float | None,
-    codes: tuple[int, int],
     keep: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The normalised value with `other` added, clipped to [0, cap] (None: not at all), and its quantised form.
 
-    The value is there if `keep`, the quantised form, in `dtype`, if there is a `scale`.
+    The value is there if `keep`, the quantised form, in `dtype`, if there are `codes`.
     """
     rows, _, grid, blocks = _grid(x)
     value = torch.empty_like(x) if keep else None
-    quantized = torch.empty_like(x, dtype=dtype) if scale is not None else None
+    quantized = torch.empty_like(x, dtype=dtype) if codes is not None else None
     _apply[grid](
-        x, x if other is None else other, norm, norm if scale is None else scale, x if value is None else value,
-        x if quantized is None else quantized, rows, 0.0 if cap is None else cap, float(codes[0]), float(codes[1]),
-        RESIDUAL=other is not None, ACT=cap is not None, KEEP=keep, QUANTIZE=scale is not None, **blocks,
+        x, x if other is None else other, norm, *_pointers(codes, norm), x if value is None else value,
+        x if quantized is None else quantized, rows, 0.0 if cap is None else cap,
+        RESIDUAL=other is not None, ACT=cap is not None, KEEP=keep, QUANTIZE=codes is not None, **blocks,
     )  # fmt: skip
     return value, quantized
 
@@ -376,12 +394,10 @@ def backward(
     x: Tensor,
     value: Tensor | None,
     norm: Tensor,
-    scale: Tensor | None,
+    codes: ActivationCodes | None,
     *,
     cap: float | None,
-    codes: tuple[int, int],
     keep: bool,
-    gradient_scale: float,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     """Gradients of x, of the residual (if `keep`), of gamma, beta and the scale.
 
@@ -389,29 +405,29 @@ def backward(
     None to compute it again (only without a residual).
     """
     rows, channels, grid, blocks = _grid(x)
-    quantize = scale is not None and grad_quantized is not None
+    quantize = codes is not None and grad_quantized is not None
     total = torch.empty_like(x) if keep else None
     share = triton.cdiv(grid[0], max(PROGRAMS // grid[1], 1)) * blocks["BLOCK_R"]
     parts = triton.cdiv(rows, share)
     sums = torch.empty((2, channels, parts), dtype=torch.float32, device=x.device)
     scale_sums = torch.empty(parts * grid[1] if quantize else 0, dtype=torch.float32, device=x.device)
-    limits = (0.0 if cap is None else cap, float(codes[0]), float(codes[1]))
+    limit = 0.0 if cap is None else cap
     kind = {"ACT": cap is not None, "DIRECT": grad is not None, "QUANTIZE": quantize}
     sources = (x if grad is None else grad, grad_quantized if quantize else x)
-    step = scale if quantize else norm
+    pointers = _pointers(codes if quantize else None, norm)
     _backward_sums[(parts, grid[1])](
-        *sources, x, x if value is None else value, norm, step, x if total is None else total, sums, scale_sums, rows,
-        share, parts, *limits, STORED=value is not None, KEEP=keep, **kind, **blocks,
+        *sources, x, x if value is None else value, norm, *pointers, x if total is None else total, sums, scale_sums,
+        rows, share, parts, limit, STORED=value is not None, KEEP=keep, **kind, **blocks,
     )  # fmt: skip
     dgamma, dbeta, dscale, joined = (
         torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (channels, channels, 1, (2, channels))
     )
     _join_sums[(channels + quantize,)](
-        sums, scale_sums, norm, dgamma, dbeta, dscale, joined, rows, parts, scale_sums.numel(), gradient_scale,
+        sums, scale_sums, norm, *pointers[1:], dgamma, dbeta, dscale, joined, rows, parts, scale_sums.numel(),
         C=channels, BLOCK=min(triton.next_power_of_2(parts), 1024),
     )  # fmt: skip
     dx = torch.empty_like(x)
     if total is not None:
         sources, kind = (total, x), {"ACT": False, "DIRECT": True, "QUANTIZE": False}
-    _backward_apply[grid](*sources, x, norm, step, joined, dx, rows, *limits, **kind, **blocks)
+    _backward_apply[grid](*sources, x, norm, *pointers, joined, dx, rows, limit, **kind, **blocks)
     return dx, total, dgamma, dbeta, dscale if quantize else None

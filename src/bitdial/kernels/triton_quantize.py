@@ -7,15 +7,13 @@ memory and are added in a fixed order, so gradients repeat from run to run.
 """
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bitdial.kernels.quantize import Rounding
+from bitdial.kernels.codes import ActivationCodes, WeightCodes
 
 BLOCK = 4096
 ROW_BLOCK = 1024
@@ -52,11 +50,41 @@ def _ratio(x, scale, least, most):  # type: ignore[no-untyped-def]
         return tl.div_rn(x, scale)
 
 
+@triton.jit
+def _row(table_ptr, choice_ptr, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the row of a dial begins that is in use."""
+    return table_ptr + tl.load(choice_ptr) * NUMBERS
+
+
 # --- activations ----------------------------------------------------------------------------------
+
+ACT_NUMBERS = tl.constexpr(3)
 
 
 @triton.jit
-def _act_forward(x_ptr, scale_ptr, zero_ptr, y_ptr, count, least, most, HAS_ZERO: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _act_range(table_ptr, choice_ptr):  # type: ignore[no-untyped-def]
+    row = _row(table_ptr, choice_ptr, ACT_NUMBERS)
+    return tl.load(row), tl.load(row + 1)
+
+
+@triton.jit
+def _act_factor(table_ptr, choice_ptr):  # type: ignore[no-untyped-def]
+    return tl.load(_row(table_ptr, choice_ptr, ACT_NUMBERS) + 2)
+
+
+@triton.jit
+def _act_forward(  # type: ignore[no-untyped-def]
+    x_ptr,
+    scale_ptr,
+    table_ptr,
+    choice_ptr,
+    zero_ptr,
+    y_ptr,
+    count,
+    HAS_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    least, most = _act_range(table_ptr, choice_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
     scale = tl.load(scale_ptr)
@@ -74,16 +102,18 @@ def _act_backward(  # type: ignore[no-untyped-def]
     g_ptr,
     x_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     zero_ptr,
     dx_ptr,
     ds_ptr,
     dz_ptr,
     count,
-    least,
-    most,
     HAS_ZERO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    least, most = _act_range(table_ptr, choice_ptr)
+    factor = _act_factor(table_ptr, choice_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
     scale = tl.load(scale_ptr)
@@ -100,37 +130,33 @@ def _act_backward(  # type: ignore[no-untyped-def]
         inside = (v > least) & (v < most)
     dx = tl.where(inside, g, 0.0)
     tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=live)
-    tl.store(ds_ptr + tl.program_id(0), tl.sum(g * (q - tl.where(inside, v, 0.0))))
+    tl.store(ds_ptr + tl.program_id(0), tl.sum(g * (q - tl.where(inside, v, 0.0))) * factor)
     if HAS_ZERO:
-        tl.store(dz_ptr + tl.program_id(0), tl.sum((dx - g) * scale))
+        tl.store(dz_ptr + tl.program_id(0), tl.sum((dx - g) * scale) * factor)
 
 
-def act_forward(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int], dtype: torch.dtype
-) -> Tensor:
+def act_forward(x: Tensor, codes: ActivationCodes, zero_point: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Fake-quantised `x` (dense in memory, any layout) in `dtype`; `zero_point` is a whole number (1,) or None."""
-    y = torch.empty_like(x, dtype=dtype)
-    count, (least, most) = x.numel(), codes
+    y, count = torch.empty_like(x, dtype=dtype), x.numel()
     if count:
         _act_forward[(triton.cdiv(count, BLOCK),)](
-            x, scale, scale if zero_point is None else zero_point, y, count, float(least), float(most),
+            x, codes.scale, *codes.dial, codes.scale if zero_point is None else zero_point, y, count,
             HAS_ZERO=zero_point is not None, BLOCK=BLOCK,
         )  # fmt: skip
     return y
 
 
 def act_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, codes: tuple[int, int]
+    grad: Tensor, x: Tensor, codes: ActivationCodes, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x, scale (0-d) and zero-point (0-d); `grad` has the memory layout of `x`."""
-    dx = torch.empty_like(x)
-    count, (least, most) = x.numel(), codes
+    dx, count = torch.empty_like(x), x.numel()
     blocks = triton.cdiv(count, BLOCK)
     parts = torch.empty((1 if zero_point is None else 2, blocks), dtype=torch.float32, device=x.device)
     if count:
         _act_backward[(blocks,)](
-            grad, x, scale, scale if zero_point is None else zero_point, dx, parts[0], parts[-1], count,
-            float(least), float(most), HAS_ZERO=zero_point is not None, BLOCK=BLOCK,
+            grad, x, codes.scale, *codes.dial, codes.scale if zero_point is None else zero_point, dx, parts[0],
+            parts[-1], count, HAS_ZERO=zero_point is not None, BLOCK=BLOCK,
         )  # fmt: skip
     sums = parts.sum(dim=1)
     return dx, sums[0], None if zero_point is None else sums[1]
@@ -138,18 +164,15 @@ def act_backward(
 
 # --- weights --------------------------------------------------------------------------------------
 
+WEIGHT_NUMBERS = tl.constexpr(9)
+
 
 @triton.jit
-def _weight_codes(  # type: ignore[no-untyped-def]
-    ratio,
-    least_high,
-    most_high,
-    least_low,
-    most_low,
-    down,
-    FIRST_FLOOR: tl.constexpr,
-    SECOND: tl.constexpr,
-):
+def _weight_codes(ratio, row, FIRST_FLOOR: tl.constexpr, SECOND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The low codes; at the highest width, where there is nothing to narrow, the second rounding changes nothing."""
+    least_high, most_high = tl.load(row), tl.load(row + 1)
+    least_low, most_low = tl.load(row + 2), tl.load(row + 3)
+    down = tl.load(row + 4)
     if FIRST_FLOOR:
         codes = tl.floor(_clip(ratio, least_high, most_high + 0.5))
     else:
@@ -168,27 +191,25 @@ def _weight_codes(  # type: ignore[no-untyped-def]
 def _weight_forward(  # type: ignore[no-untyped-def]
     w_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     y_ptr,
     length,
-    least_high,
-    most_high,
-    least_low,
-    most_low,
-    down,
-    up,
     offset,
     FIRST_FLOOR: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(0).to(tl.int64)
+    row = _row(table_ptr, choice_ptr, WEIGHT_NUMBERS)
+    up = tl.load(row + 5)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < length
-    scale = tl.load(scale_ptr + row)
-    ratio = tl.div_rn(tl.load(w_ptr + row * length + at, mask=live, other=0.0), scale)
-    codes = _weight_codes(ratio, least_high, most_high, least_low, most_low, down, FIRST_FLOOR, SECOND)
+    scale = tl.load(scale_ptr + channel)
+    ratio = tl.div_rn(tl.load(w_ptr + channel * length + at, mask=live, other=0.0), scale)
+    codes = _weight_codes(ratio, row, FIRST_FLOOR, SECOND)
     values = (codes + offset) * (scale * up)
-    tl.store(y_ptr + row * length + at, values.to(y_ptr.dtype.element_ty), mask=live)
+    tl.store(y_ptr + channel * length + at, values.to(y_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -196,93 +217,69 @@ def _weight_backward(  # type: ignore[no-untyped-def]
     g_ptr,
     w_ptr,
     scale_ptr,
+    table_ptr,
+    choice_ptr,
     dw_ptr,
     ds_ptr,
     total,
     parts,
     length,
     chunks,
-    gradient_scale,
-    least_high,
-    most_high,
-    least_low,
-    most_low,
-    down,
-    up,
     offset,
-    open_low,
-    open_high,
     FIRST_FLOOR: tl.constexpr,
     SECOND: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(0).to(tl.int64)
+    row = _row(table_ptr, choice_ptr, WEIGHT_NUMBERS)
+    up = tl.load(row + 5)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < length
-    scale = tl.load(scale_ptr + row)
+    scale = tl.load(scale_ptr + channel)
     sums = tl.zeros((PARTS, BLOCK), dtype=tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         some = (part < parts)[:, None] & live[None, :]
-        offsets = part[:, None] * total + (row * length + at)[None, :]
+        offsets = part[:, None] * total + (channel * length + at)[None, :]
         sums += tl.load(g_ptr + offsets, mask=some, other=0.0).to(tl.float32)
     g = tl.sum(sums, axis=0)
-    ratio = tl.div_rn(tl.load(w_ptr + row * length + at, mask=live, other=0.0), scale)
-    codes = _weight_codes(ratio, least_high, most_high, least_low, most_low, down, FIRST_FLOOR, SECOND)
-    inside = (ratio > open_low) & (ratio < open_high)
+    ratio = tl.div_rn(tl.load(w_ptr + channel * length + at, mask=live, other=0.0), scale)
+    codes = _weight_codes(ratio, row, FIRST_FLOOR, SECOND)
+    inside = (ratio > tl.load(row + 6)) & (ratio < tl.load(row + 7))
     dw = tl.where(inside, g, 0.0)
-    tl.store(dw_ptr + row * length + at, dw, mask=live)
+    tl.store(dw_ptr + channel * length + at, dw, mask=live)
     terms = tl.where(live, g * ((codes + offset) * up - tl.where(inside, ratio, 0.0)), 0.0)
-    tl.store(ds_ptr + row * chunks + tl.program_id(1), tl.sum(terms) * gradient_scale)
+    tl.store(ds_ptr + channel * chunks + tl.program_id(1), tl.sum(terms) * tl.load(row + 8))
 
 
-def weight_forward(weight: Tensor, scale: Tensor, rounding: "Rounding", dtype: torch.dtype) -> Tensor:
-    """Fake-quantised `weight` (dense, output channels outermost) in `dtype`; `scale` is (channels,) or (1,)."""
+def weight_forward(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
+    """Fake-quantised `weight` (dense, output channels outermost) in `dtype`; the scale is (channels,) or (1,)."""
     y = torch.empty_like(weight, dtype=dtype)
-    high, low, first_floor, second, offset = rounding
+    scale, dial, first_floor, second, offset = codes
     rows, length = scale.numel(), weight.numel() // scale.numel()
     if weight.numel():
         _weight_forward[(rows, triton.cdiv(length, ROW_BLOCK))](
-            weight, scale, y, length, *_ranges(high, low), 2.0 ** (low - high), 2.0 ** (high - low), offset,
-            FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK,
-        )  # fmt: skip
+            weight, scale, *dial, y, length, offset, FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK
+        )
     return y
 
 
-def weight_backward(
-    grad: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    rounding: "Rounding",
-    unclipped: tuple[float, float],
-    gradient_scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of the weight and of the scale; `unclipped` is the open range of W / (scale 2**shift).
+def weight_backward(grad: Tensor, weight: Tensor, codes: WeightCodes) -> tuple[Tensor, Tensor]:
+    """Gradients of the weight and of the scale.
 
     `grad` is in the memory layout of `weight`, or parts of it one after the other, which are added up here.
     """
     dw = torch.empty_like(weight)
-    high, low, first_floor, second, offset = rounding
+    scale, dial, first_floor, second, offset = codes
     rows, length = scale.numel(), weight.numel() // scale.numel()
     block = min(triton.next_power_of_2(length), ROW_BLOCK)
     chunks, parts = triton.cdiv(length, block), grad.numel() // max(weight.numel(), 1)
     sums = torch.empty((rows, chunks), dtype=torch.float32, device=weight.device)
-    up = 2.0 ** (high - low)
     if weight.numel():
         _weight_backward[(rows, chunks)](
-            grad, weight, scale, dw, sums, weight.numel(), parts, length, chunks, gradient_scale, *_ranges(high, low),
-            1 / up, up, offset, unclipped[0] * up, unclipped[1] * up,
+            grad, weight, scale, *dial, dw, sums, weight.numel(), parts, length, chunks, offset,
             FIRST_FLOOR=first_floor, SECOND=second, PARTS=min(triton.next_power_of_2(parts), SUMMED // block),
             BLOCK=block, num_warps=8 if parts > 1 else 4,
         )  # fmt: skip
     return dw, sums.reshape(rows) if chunks == 1 else sums.sum(dim=1)
-
-
-def _ranges(high: int, low: int) -> tuple[float, float, float, float]:
-    return (
-        float(-(2 ** (high - 1))),
-        float(2 ** (high - 1) - 1),
-        float(-(2 ** (low - 1))),
-        float(2 ** (low - 1) - 1),
-    )

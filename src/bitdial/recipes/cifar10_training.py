@@ -12,6 +12,7 @@ from torch import nn
 from bitdial._version import __version__
 from bitdial.artifact import save
 from bitdial.config import QuantConfig
+from bitdial.errors import ConfigError
 from bitdial.functional import scheme_of
 from bitdial.models import build_model
 from bitdial.prepare import prepare
@@ -58,23 +59,25 @@ def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
 
 
 def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
+    if options.start_from is not None:
+        raise ConfigError("--start-from and --sampling are for the recipe cifar10-resnet20-mixed")
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
-    device = _device()
+    device = run_device()
     quant = QuantConfig(**settings_of(QuantConfig, settings))
-    config = TrainConfig(**settings_of(TrainConfig, settings), autocast=_autocast(device))
+    config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))
     images, held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
     test = batched(*held, batch_size=1000)
 
-    float_model = _float_model(network, images, settings, options.out)
+    float_model = float_network(network, images, settings, options.out)
     teacher = float_model if options.distill == "teacher" else None
     if options.teacher is not None:
-        teacher = _float_model(options.teacher, images, settings, options.out)
+        teacher = float_network(options.teacher, images, settings, options.out)
     model = prepare(float_model, quant, images[0][:1024])
     recipe = f"cifar10-{network}"
     run = run_name(options.name or recipe, changed)
     checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
-    data = _data(images, settings["batch"], options.seed)
+    data = augmented(images, settings["batch"], options.seed)
     history = train(
         model,
         data,
@@ -90,7 +93,12 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
             recalibrate_norms(model, (batch.inputs for batch in batches), bits)
         float_top1 = accuracy(float_model, test)
         top1 = evaluate(model, test, options.bit_choices)
-    metrics = {"recipe": recipe, "float_top1": float_top1, "top1": {str(b): v for b, v in top1.items()}}
+    metrics = {
+        "recipe": recipe,
+        "holdout": options.holdout,
+        "float_top1": float_top1,
+        "top1": {str(b): v for b, v in top1.items()},
+    }
     save(model, artifact, metrics=metrics)
     others = changed if network == "resnet20" else {"model": network, **changed}
     row = _row(settings, others, metrics, history, device) | {"command": options.command}
@@ -110,19 +118,22 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     )
 
 
-def _device() -> torch.device:
+def run_device() -> torch.device:
+    """The GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _autocast(device: torch.device) -> str | None:
+def autocast_on(device: torch.device) -> str | None:
+    """The type in which convolutions work there."""
     return "bfloat16" if device.type == "cuda" else None
 
 
-def _data(split: Split, batch: int, seed: int) -> ArrayData:
+def augmented(split: Split, batch: int, seed: int) -> ArrayData:
+    """The images in batches, shifted by up to 4 pixels and mirrored at random."""
     return ArrayData(*split, batch_size=batch, seed=seed, augment=Shift(pixels=4, flip=True))
 
 
-def _float_model(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
+def float_network(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
     """`network` trained in float, or taken from `folder`, where it is kept for other runs."""
     name, arguments = NETWORKS[network]
     seed, epochs, device = settings["seed"], settings["float_epochs"], split[0].device
@@ -131,13 +142,13 @@ def _float_model(network: str, split: Split, settings: dict[str, Any], folder: P
         model = build_model(name, **arguments).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     train_float(
         model,
-        _data(split, BATCH, seed),
+        augmented(split, BATCH, seed),
         epochs=epochs,
         lr=FLOAT_LR,
         weight_decay=5e-4,
         optimizer="sgd",
         checkpoint=folder / f"float-{network}-{'holdout-' if settings['holdout'] else ''}{seed}-{epochs}.ckpt",
-        autocast=_autocast(device),
+        autocast=autocast_on(device),
     )
     return model
 
@@ -168,8 +179,16 @@ def _row(
         "float_top1": round(100 * metrics["float_top1"], 2),
         "top1": {bits: round(100 * value, 2) for bits, value in metrics["top1"].items()},
         "stopped": {bits: round(statistics.fmean(shares), 4) for bits, shares in stopped.items()},
-        "epoch_seconds": round(sorted(row["seconds"] for row in history.rows)[len(history.rows) // 2], 3),
         "stored_bits": settings["bit_choices"][0] if scheme_of(settings["scheme"]).narrows else 32,
+        **where_it_ran(device, history),
+    }
+
+
+def where_it_ran(device: torch.device, history: History) -> dict[str, Any]:
+    """The part of a row about the machine: device, versions, the median of the seconds of an epoch."""
+    seconds = sorted(row["seconds"] for row in history.rows)
+    return {
+        "epoch_seconds": round(seconds[len(seconds) // 2], 3),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "versions": {"bitdial": __version__, "python": platform.python_version(), "torch": torch.__version__},
     }

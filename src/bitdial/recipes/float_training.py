@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from bitdial.container import read_container, write_container
 from bitdial.errors import CheckpointError, TrainingError
-from bitdial.train import ArrayData, TrainConfig
+from bitdial.train import ArrayData
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
-from bitdial.train.steps import make_optimizer
+from bitdial.train.optimizers import make_optimizer
 
 
 def train_float(
@@ -50,7 +50,7 @@ def train_float(
         model.load_state_dict(tensors)
         model.eval()
         return
-    stepper = make_optimizer(TrainConfig(lr=lr, optimizer=optimizer), list(model.parameters()), weight_decay)
+    stepper = make_optimizer(optimizer, list(model.parameters()), lr=lr, weight_decay=weight_decay)
     graphs, number, total = StepGraphs(), 0, epochs * len(data)
     last = torch.zeros((), device=device)
     fast = FastModel(model, fused=device.type == "cuda")

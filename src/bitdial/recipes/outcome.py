@@ -17,20 +17,21 @@ from bitdial.functional import scheme_of
 from bitdial.train import History, TrainConfig
 
 TEACHERS = ("resnet56",)
-_NOT_SETTINGS = ("out", "name", "data", "results", "history", "command", "progress")
+_NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """What the command line may override; None keeps the recipe's own value.
 
-    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first seven are settings: they
+    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first eight are settings: they
     decide what comes out, so they are in the names of a run's files.
     """
 
     out: Path
     name: str | None = None  # of the artifact, without its ending
     data: Path | None = None
+    start_from: Path | None = None  # the file that a mixed-precision stage goes on from
     results: Path | None = None  # gets a row
     history: Path | None = None  # becomes the run's history
     command: str | None = None  # what was typed, for the result row
@@ -50,11 +51,15 @@ class RecipeOptions:
     scale_gradient: str = QuantConfig.scale_gradient
     lr: float | None = None
     weight_decay: float = TrainConfig.weight_decay
+    optimizer: str = TrainConfig.optimizer
     update: str = TrainConfig.update
     alrs: str = TrainConfig.alrs
     learn_scales: bool = TrainConfig.learn_scales
     scale_lr: float | None = TrainConfig.scale_lr
     scale_state: str = TrainConfig.scale_state
+    sampling: str = TrainConfig.sampling
+    sigma: float = TrainConfig.sigma
+    sigma_warmup: int = TrainConfig.sigma_warmup
     distill: str = TrainConfig.distill
     teacher: str | None = None  # None: the student's own float model
     distill_weight: float = TrainConfig.distill_weight
@@ -64,8 +69,13 @@ class RecipeOptions:
         if self.teacher is not None:
             check_choice("teacher", self.teacher, TEACHERS)
         soft = (self.distill_weight, self.temperature) != (TrainConfig.distill_weight, TrainConfig.temperature)
+        drawn = (self.sigma, self.sigma_warmup) != (TrainConfig.sigma, TrainConfig.sigma_warmup)
         own_scale_steps = self.scale_lr is not None or self.scale_state != TrainConfig.scale_state
         conflicts = {
+            "--sampling (hasb or random) and --start-from go together": (
+                (self.start_from is None) != (self.sampling == "none")
+            ),
+            "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
             "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
             "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
             "--distill in_place needs a lower width to teach: give --bits two or more": (
@@ -109,7 +119,7 @@ class RecipeOutcome:
     """A finished run: the trained model, its float origin, where its artifact is, and how it did."""
 
     model: nn.Module
-    float_model: nn.Module
+    float_model: nn.Module | None  # None if the run went on from a file
     artifact: Path
     history: History
     float_top1: float

@@ -15,7 +15,7 @@ from bitdial.plan import BitPlan, LayerBits
 from bitdial.search.problem import LayerLosses, Problem, build_problem, layer_losses, loss_weights
 from bitdial.search.progress import tracked
 from bitdial.search.solve import solve
-from bitdial.sensitivity import Sensitivity
+from bitdial.sensitivity import Sensitivity, check_count
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def candidates(
     model: nn.Module,
     sensitivity: Sensitivity | Mapping[str, float],
     costs: Costs,
-    budgets: Mapping[str, Sequence[float]] | None = None,
+    budgets: Mapping[str, Sequence[float] | int] | None = None,
     *,
     alternatives_at: Mapping[str, float] | None = None,
     objective: str = "error",
@@ -73,15 +73,19 @@ def candidates(
 ) -> list[Candidate]:
     """The plans of a sweep over budgets and of the alternatives at one of them, each once, as `search` finds them.
 
-    `budgets` is {quantity: values to sweep over}; of several quantities every combination is tried. By default it is
-    60 average bits from the lowest to the highest; an empty one sweeps over nothing. `alternatives_at` are budgets at
+    `budgets` is {quantity: values to sweep over, or how many of them, evenly from the least to the most that a plan can
+    cost}; of several quantities every combination is tried. By default it is 60 average bits; an empty one sweeps over
+    nothing. `alternatives_at` are budgets at
     which each layer (or group) is also pinned to each width that the best plan does not give it (the paper's
     Algorithm 2). Combinations that no plan meets are left out; if none remains, the error is that of the last.
     """
     losses = layer_losses(model, objective)
     _same_layers(model, costs)
     problem = build_problem(costs, losses, sensitivity, groups=groups, pinned=pinned, activation_bits=activation_bits)
-    budgets = {"average_bits": spread(problem, "average_bits")} if budgets is None else budgets
+    sweep: dict[str, Sequence[float]] = {}
+    for name, values in ({"average_bits": 60} if budgets is None else budgets).items():
+        check_quantity(name, costs)
+        sweep[name] = spread(problem, name, values) if isinstance(values, int) else values
     found: dict[BitPlan, Candidate] = {}
     problems: list[BudgetError] = []
 
@@ -93,7 +97,7 @@ def candidates(
             return None
         return found.setdefault(one.plan, one)
 
-    for limits in tracked(_combinations(budgets, costs), "sweep", show=progress):
+    for limits in tracked(_combinations(sweep, costs), "sweep", show=progress):
         add(problem, limits)
     if alternatives_at is not None:
         limits = _checked(alternatives_at, costs)
@@ -106,8 +110,9 @@ def candidates(
     return list(found.values())
 
 
-def spread(problem: Problem, quantity: str, count: int = 60) -> list[float]:
+def spread(problem: Problem, quantity: str, count: int) -> list[float]:
     """`count` budgets of a quantity, evenly from the least to the most that a plan can cost; none below the least."""
+    check_count(f"the number of {quantity} budgets", count, 2)
     least, most = problem.least(quantity), problem.most(quantity)
     values = [least + (most - least) * i / (count - 1) for i in range(count)]
     return sorted({math.ceil(value * 10**6) / 10**6 for value in values})
@@ -152,12 +157,19 @@ def _combinations(budgets: Mapping[str, Sequence[float]], costs: Costs) -> list[
 
 def _checked(budgets: Mapping[str, float], costs: Costs) -> dict[str, Fraction]:
     for name, value in budgets.items():
-        if name == "latency" and costs.latency is None:
-            raise ConfigError("a latency budget needs times: measure_costs(model, sample, latency={layer: {bits: s}})")
-        check_choice("budget", name, costs.quantities)
+        check_quantity(name, costs)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"the budget {name}={value!r} is not a number")
     return {name: as_written(value) for name, value in budgets.items()}
+
+
+def check_quantity(name: str, costs: Costs) -> None:
+    """Raise ConfigError unless a budget can be set for the quantity."""
+    if name == "latency" and costs.latency is None:
+        raise ConfigError(
+            "a latency budget needs times: measure_costs(model, sample, latency={layer: {bits: s}}), or --latency-table"
+        )
+    check_choice("budget", name, costs.quantities)
 
 
 def _same_layers(model: nn.Module, costs: Costs) -> None:

@@ -53,3 +53,20 @@ def pareto_front(points: Mapping[Key, tuple[float, float]]) -> dict[Key, tuple[f
             front[key] = (cost, accuracy)
             best = accuracy
     return front
+
+
+def mean_accuracy(points: Iterable[tuple[float, float]], least: float, most: float) -> float:
+    """The best accuracy of `points` (cost, accuracy) within a budget, averaged over budgets from `least` to `most`.
+
+    It is the area under the front over its width: one number by which two fronts compare over the same budgets.
+    """
+    front = list(pareto_front(dict(enumerate(points))).values())
+    if not front or front[0][0] > least or not least < most:
+        raise ConfigError(
+            f"there is no front from {least!r} to {most!r}: no point costs as little, or that is no range"
+        )
+    ends = [cost for cost, _ in front[1:]] + [most]
+    return sum(
+        accuracy * max(min(end, most) - max(cost, least), 0.0)
+        for (cost, accuracy), end in zip(front, ends, strict=True)
+    ) / (most - least)

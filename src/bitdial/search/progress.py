@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 def tracked(items: Sequence[Item], label: str, *, show: bool) -> Iterator[Item]:
     """Go through `items`, with a bar if asked for and rich is there."""
-    if show:
+    if show and items:
         try:
             from rich.progress import track
         except ImportError:

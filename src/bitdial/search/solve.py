@@ -151,7 +151,7 @@ def _minimise(
 
 def _run(objective: Values, options: Options, rows: list[_Row], fits: Callable[[list[int]], bool]) -> list[int] | None:
     """Solve one program; plans that pass HiGHS's tolerances but not `fits` are cut off one by one."""
-    highspy = _highspy()
+    highspy = require_highspy()
     columns = [(u, c) for u, open_ in enumerate(options) for c in open_]
     one_each = [[i for i, (u, _) in enumerate(columns) if u == unit] for unit in range(len(options))]
     solver = highspy.Highs()
@@ -185,7 +185,8 @@ def _run(objective: Values, options: Options, rows: list[_Row], fits: Callable[[
         )
 
 
-def _highspy() -> Any:
+def require_highspy() -> Any:
+    """The solver's package; an error that names the extra if it is missing."""
     try:
         import highspy
     except ImportError as problem:

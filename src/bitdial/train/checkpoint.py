@@ -85,6 +85,8 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
     step.distiller.load(targets, epoch)
     step.guard.floors = floors
     step.graphs.clear()
+    if step.seats is not None:
+        step.seats.adopt()
     step.loss_sum.zero_()
     step.step = number
     randoms.restore()

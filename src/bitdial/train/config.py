@@ -20,6 +20,8 @@ DISTILLATIONS = ("none", "progressive", "teacher", "in_place")
 class TrainConfig(Config):
     """How to train; the defaults are the paper's (Adam 5e-4, weight decay 5e-5, 90 epochs, cosine, no warm-up).
 
+    optimizer       of the weights: 'adam', 'adamw' or 'sgd' (momentum 0.9); scales always have Adam, because their
+                    gradients span orders of magnitude
     update          'separate': each bit-width updates at once (Algorithm A.2); 'accumulated': one step for the sum of
                     all losses (Algorithm A.1)
     alrs            Adaptive Learning Rate Scaling of the scales: 'relative', 'literal' (floored at 0), 'layer' (a rate
@@ -35,7 +37,7 @@ class TrainConfig(Config):
                     (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
     sampling        mixed precision: 'none' (each pass at one width), 'hasb' (layers are drawn anew by sensitivity) or
-                    'random' (alike); see `bitdial.train.hasb`. With either, steps are not recorded as CUDA graphs
+                    'random' (alike); see `bitdial.train.hasb`
     sigma           with `sampling`, the probability that a layer is drawn anew: grows linearly to this
     sigma_warmup    epochs at the start in which none is
     seed            of the sampled plans

@@ -13,25 +13,25 @@ as it is in a recorded CUDA graph; such a model wants TrainConfig(fused=False, c
 import logging
 import math
 import operator
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial import functional as bf
+from bitdial.kernels.codes import ActivationCodes, WeightCodes
 from bitdial.kernels.fused import (
-    ActivationCodes,
     Moments,
     SideStream,
-    WeightCodes,
     can_convolve,
     can_normalize,
     convolve,
     fits,
     normalize,
 )
-from bitdial.nn import QuantConv2d, QuantLayer, SwitchableBatchNorm
+from bitdial.kernels.quantize import quantize_activation_by, quantize_weight_by
+from bitdial.nn import QuantConv2d, QuantLayer, QuantLinear, SwitchableBatchNorm
 from bitdial.observe import Batch
 
 log = logging.getLogger(__name__)
@@ -50,13 +50,24 @@ CAPS: dict[Any, float] = {
 }
 
 
+class Seat(Protocol):
+    """What says how to quantise instead of the layer, if widths change on the device; see `bitdial.train.seats`."""
+
+    def weight_codes(self) -> WeightCodes: ...
+
+    def act_codes(self, x: Tensor) -> ActivationCodes: ...
+
+
+Seated = dict[nn.Module, Any]  # the Seat of a layer, the norm that stands in for a switchable one
+
+
 class FusedConv(nn.Module):
     """Calls a convolution; gives its output and, where the kernels served it, the moments of that."""
 
-    def __init__(self, conv: nn.Conv2d, side: SideStream | None):
+    def __init__(self, conv: nn.Conv2d, side: SideStream | None, seats: Seated):
         super().__init__()
         self._conv = (conv,)  # not a submodule: the model owns it
-        self.side = side
+        self.side, self.seats = side, seats
         self.takes_quantized = False
         self.served = False  # by the kernels, when it was called last
         self.ready: tuple[Tensor, torch.cuda.Event] | None = None
@@ -77,18 +88,20 @@ class FusedConv(nn.Module):
         conv = self.conv
         if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.scale == "derived":
             return None
+        if conv in self.seats:
+            return self.seats[conv].weight_codes()
         return WeightCodes.of(**conv.weight_quantizer.settings(conv.weight, conv.weight_bits))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Moments | None]:
         """The convolution of x, which is quantised already if `takes_quantized`."""
         conv, ready, self.ready = self.conv, self.ready, None
-        if isinstance(conv, QuantConv2d) and conv.act_quantizer is not None and not self.takes_quantized:
-            x = conv.act_quantizer(x, conv.act_bits)
+        if isinstance(conv, QuantConv2d) and not self.takes_quantized:
+            x = _quantized_input(conv, x, self.seats.get(conv))
         self.served = can_convolve(conv, x)
         codes = self.codes() if self.served else None
         weight = conv.weight
         if isinstance(conv, QuantConv2d) and codes is None:
-            weight = conv.weight_quantizer(weight, conv.weight_bits)
+            weight = _quantized_weight(conv, self.seats.get(conv))
         if not self.served:
             return conv._conv_forward(x, weight, conv.bias), None
         quantized = None
@@ -103,40 +116,72 @@ class FusedConv(nn.Module):
         return None if quantizer is None else quantizer.kind
 
 
+class FusedLinear(nn.Module):
+    """Calls a quantised linear layer, by its seat if it has one."""
+
+    def __init__(self, linear: QuantLinear, seats: Seated):
+        super().__init__()
+        self._linear = (linear,)  # not a submodule: the model owns it
+        self.seats = seats
+
+    @property
+    def linear(self) -> QuantLinear:
+        """The layer, the model's own."""
+        return self._linear[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product of the quantised input with the quantised weight."""
+        linear, seat = self.linear, self.seats.get(self.linear)
+        return F.linear(_quantized_input(linear, x, seat), _quantized_weight(linear, seat), linear.bias)
+
+
+def _quantized_input(layer: QuantLayer, x: Tensor, seat: Seat | None) -> Tensor:
+    if layer.act_quantizer is None:
+        return x
+    return layer.act_quantizer(x, layer.act_bits) if seat is None else quantize_activation_by(x, seat.act_codes(x))
+
+
+def _quantized_weight(layer: QuantLayer, seat: Seat | None) -> Tensor:
+    if seat is None:
+        return layer.weight_quantizer(layer.weight, layer.weight_bits)
+    return quantize_weight_by(layer.weight, seat.weight_codes())
+
+
 class FusedNorm(nn.Module):
     """Calls a batch norm and what follows: a residual addition, a ReLU, the quantizer of the layer behind.
 
     `cap` is the upper bound of the ReLU, None if there is none; `keep` says whether the value itself is needed.
     """
 
-    def __init__(self, norm: nn.Module, *, cap: float | None, layer: QuantLayer | None, keep: bool):
+    def __init__(self, norm: nn.Module, seats: Seated, *, cap: float | None, layer: QuantLayer | None, keep: bool):
         super().__init__()
         self._owned = (norm, layer)  # not submodules: the model owns them
-        self.cap, self.keep = cap, keep
+        self.seats, self.cap, self.keep = seats, cap, keep
 
     def forward(self, x: Tensor, moments: Moments | None, other: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The value (if kept) and what the layer behind takes (if there is one)."""
         norm, layer = self._owned
+        seat = None if layer is None else self.seats.get(layer)
         if isinstance(norm, SwitchableBatchNorm):
-            norm = norm.active
+            norm = self.seats.get(norm, norm.active)
         if isinstance(norm, nn.BatchNorm2d) and can_normalize(norm, x) and (other is None or other.shape == x.shape):
-            codes = None if layer is None else _activation_codes(layer, x)
+            codes = None if layer is None else _activation_codes(layer, x, seat)
             return normalize(x, norm, moments=moments, other=other, cap=self.cap, codes=codes, keep=self.keep)
         value = norm(x)
         if other is not None:
             value = value + other
         if self.cap is not None:
             value = F.relu(value) if self.cap == math.inf else F.hardtanh(value, 0.0, self.cap)
-        if layer is None or layer.act_quantizer is None:
-            return value, None
-        return value, layer.act_quantizer(value, layer.act_bits)
+        return value, None if layer is None else _quantized_input(layer, value, seat)
 
 
-def _activation_codes(layer: QuantLayer, x: Tensor) -> ActivationCodes:
+def _activation_codes(layer: QuantLayer, x: Tensor, seat: Seat | None) -> ActivationCodes:
+    if seat is not None:
+        return seat.act_codes(x)
     quantizer, bits = layer.act_quantizer, layer.act_bits
     assert quantizer is not None
-    codes = bf.code_range(bits, signed=quantizer.kind == "signed")
-    return ActivationCodes(quantizer.scales[str(bits)], codes, quantizer.gradient_scale(x, bits))
+    factor = quantizer.gradient_scale(x, bits)
+    return ActivationCodes.of(quantizer.scales[str(bits)], bits=bits, kind=quantizer.kind, gradient_scale=factor)
 
 
 class _Tracer(fx.Tracer):
@@ -157,7 +202,8 @@ class FastModel:
         for parameter in model.parameters() if fused else ():
             if parameter.dim() == 4:  # Module.to(memory_format=...) would stumble over those with 5
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        self.model = _fuse(model, self.side) if fused else model
+        self.seats: Seated = {}
+        self.model = _fuse(model, self.side, self.seats) if fused else model
         self.convolutions = [module for module in self.model.modules() if isinstance(module, FusedConv)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +211,14 @@ class FastModel:
         for convolution in self.convolutions:
             convolution.quantize_ahead()
         return self.model(*args, **kwargs)
+
+    def covers(self, modules: Iterable[nn.Module]) -> bool:
+        """Whether each of `modules` is called by a node of the fast path, which looks for its seat."""
+        nodes = list(self.model.modules())
+        called: set[nn.Module] = {node.conv for node in nodes if isinstance(node, FusedConv)}
+        called |= {node.linear for node in nodes if isinstance(node, FusedLinear)}
+        called |= {node._owned[0] for node in nodes if isinstance(node, FusedNorm)}
+        return called.issuperset(modules)
 
     def arranged(self, inputs: Batch) -> Batch:
         """`inputs` in the memory layout that the fast path works in, so that it is not changed at every width."""
@@ -179,7 +233,7 @@ class FastModel:
             self.side.join()
 
 
-def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
+def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module:
     """`model` with fused nodes, or `model` itself where that cannot be."""
     on_modules = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     on_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -196,28 +250,39 @@ def _fuse(model: nn.Module, side: SideStream | None) -> nn.Module:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    for node in list(fast.graph.nodes):
-        if _is_plain_call(node) and type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
-            _replace_conv(fast, node, side)
-    for node in list(fast.graph.nodes):
-        if _is_plain_call(node) and _is_norm(_module(fast, node)):
-            _replace_norm(fast, node)
+    for node in _plain_calls(fast):
+        if type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
+            _replace_conv(fast, node, side, seats)
+        elif type(_module(fast, node)) is QuantLinear:
+            _replace_linear(fast, node, seats)
+    for node in _plain_calls(fast):
+        if _is_norm(_module(fast, node)):
+            _replace_norm(fast, node, seats)
     fast.graph.lint()
     fast.recompile()
     return fast
 
 
-def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None) -> None:
+def _replace_linear(fast: fx.GraphModule, node: fx.Node, seats: Seated) -> None:
+    linear = _module(fast, node)
+    assert isinstance(linear, QuantLinear)
+    with fast.graph.inserting_before(node):
+        out = _insert(fast, FusedLinear(linear, seats), node.args)
+    node.replace_all_uses_with(out)
+    fast.graph.erase_node(node)
+
+
+def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, seats: Seated) -> None:
     conv = _module(fast, node)
     assert isinstance(conv, nn.Conv2d)
     with fast.graph.inserting_before(node):
-        fused = _insert(fast, FusedConv(conv, side), node.args)
+        fused = _insert(fast, FusedConv(conv, side, seats), node.args)
         out = fast.graph.call_function(operator.getitem, (fused, 0))
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
 
 
-def _replace_norm(fast: fx.GraphModule, norm: fx.Node) -> None:
+def _replace_norm(fast: fx.GraphModule, norm: fx.Node, seats: Seated) -> None:
     """Replace `norm`, and what can follow in the same pass."""
     chain, other, cap = [norm], None, None
     user = _only_user(norm)
@@ -230,7 +295,7 @@ def _replace_norm(fast: fx.GraphModule, norm: fx.Node) -> None:
     reader = next((user for user in last.users if _quantizes(fast, user)), None)
     layer = None if reader is None else _fused_conv(fast, reader).conv
     assert layer is None or isinstance(layer, QuantLayer)
-    module = FusedNorm(_module(fast, norm), cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
+    module = FusedNorm(_module(fast, norm), seats, cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
 
     with fast.graph.inserting_before(last):
         moments = None
@@ -252,9 +317,9 @@ def _insert(fast: fx.GraphModule, module: nn.Module, args: tuple[Any, ...]) -> f
     return fast.graph.call_module(name, args)
 
 
-def _is_plain_call(node: fx.Node) -> bool:
-    """Whether `node` calls a module with one positional argument."""
-    return node.op == "call_module" and len(node.args) == 1 and not node.kwargs
+def _plain_calls(fast: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that call a module with one positional argument."""
+    return [n for n in fast.graph.nodes if n.op == "call_module" and len(n.args) == 1 and not n.kwargs]
 
 
 def _module(fast: fx.GraphModule, node: fx.Node) -> nn.Module:

@@ -37,27 +37,30 @@ class ScaleGuard:
         self.floors = [s.detach() * SMALLEST_SHARE for s in self.scales]
 
     @contextmanager
-    def watch(self, *, step: int, bits: int, shares: dict[Tensor, Tensor] | None = None) -> Iterator[None]:
-        """Bound the update that happens inside the block, then check its outcome; on a GPU that waits for `check`.
+    def watch(
+        self, scales: list[Tensor], *, step: int, bits: int, shares: dict[Tensor, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Bound the update of `scales` that happens inside the block, then check all; on a GPU that waits for `check`.
 
         Of the update of a scale that `shares` names, that share is taken.
         """
         with torch.no_grad():
-            before = list(torch._foreach_mul(self.scales, 1.0))
+            before = list(torch._foreach_mul(scales, 1.0)) if scales else []
         yield
-        with torch.no_grad():
-            self._bound(before, shares or {})
+        if scales:
+            with torch.no_grad():
+                self._bound(scales, before, shares or {})
         if not self.scales[0].is_cuda:
             self.check(step=step, bits=bits)
 
-    def _bound(self, before: list[Tensor], shares: dict[Tensor, Tensor]) -> None:
+    def _bound(self, scales: list[Tensor], before: list[Tensor], shares: dict[Tensor, Tensor]) -> None:
         if self.relative or shares:
-            moved = zip(self.scales, torch._foreach_sub(self.scales, before), strict=True)
+            moved = zip(scales, torch._foreach_sub(scales, before), strict=True)
             steps = [step * shares[s] if s in shares else step for s, step in moved]
             if self.relative:
                 torch._foreach_mul_(steps, before)
-            torch._foreach_copy_(self.scales, torch._foreach_add(before, steps))
-        torch._foreach_maximum_(self.scales, torch._foreach_mul(before, 0.5))
+            torch._foreach_copy_(scales, torch._foreach_add(before, steps))
+        torch._foreach_maximum_(scales, torch._foreach_mul(before, 0.5))
 
     def check(self, *, step: int, bits: int) -> None:
         """Raise TrainingError, naming the scale, if one is bad. Looks at the device."""

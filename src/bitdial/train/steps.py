@@ -7,6 +7,7 @@ for epoch in range(90):
     step.end_epoch()
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
 from bitdial.train.guard import ScaleGuard, check_loss, find_culprit
 from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
+from bitdial.train.optimizers import make_optimizer, step_at
+from bitdial.train.seats import Seats, why_not
+
+log = logging.getLogger(__name__)
 
 CHECK_EVERY = 50
 
@@ -89,8 +94,11 @@ class JointStep:
         if not self.weights:
             raise ConfigError("the model has no weight that requires a gradient; there is nothing to train")
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
-        self.weight_optimizer = make_optimizer(config, self.weights, config.weight_decay)
+        self.weight_optimizer = make_optimizer(
+            config.optimizer, self.weights, lr=config.lr, weight_decay=config.weight_decay
+        )
         self.scale_optimizers = self._scale_optimizers()
+        self.seats = self._take_seats() if self.sampler is not None and fused and config.cuda_graph else None
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
@@ -108,6 +116,14 @@ class JointStep:
             sensitive = sensitive_layers(self.sensitivity)
         return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
 
+    def _take_seats(self) -> Seats | None:
+        """Let sampled plans run on the fast path at fixed addresses, if all of the model is on it."""
+        model, shared = unwrap(self.model), self.scale_optimizers.get(self.bit_choices[0])
+        if reason := why_not(model, self.fast, self.config):
+            log.info("steps with sampled plans are not recorded as CUDA graphs: %s", reason)
+            return None
+        return Seats(model, self.fast, self.config, weight_optimizer=self.weight_optimizer, scale_optimizer=shared)
+
     def plans(self) -> Mapping[int, LayerBits | BitPlan]:
         """What each pass of the current step is set to, by the width of the pass."""
         if self.sampler is None:
@@ -124,9 +140,9 @@ class JointStep:
         if not self.scales:
             return {}
         if self.config.scale_state == "shared":
-            shared = make_optimizer(self.config, self.scales, 0.0)
+            shared = make_optimizer("adam", self.scales, lr=self.config.lr)
             return dict.fromkeys(self.bit_choices, shared)
-        return {bits: make_optimizer(self.config, self.scales, 0.0) for bits in self.bit_choices}
+        return {bits: make_optimizer("adam", self.scales, lr=self.config.lr) for bits in self.bit_choices}
 
     def learning_rate(self) -> float:
         """The learning rate of the current step: warm-up, then cosine to 0 (or constant)."""
@@ -148,6 +164,8 @@ class JointStep:
         self.rate = lr
         if self.on_gpu:
             self.rate = self.device_rate.fill_(lr)
+        if self.seats is not None:
+            self.seats.choose(self.plans().values())
         if self._can_record(inputs, targets):
             report = cast(StepReport, self.graphs.run(self._all_widths, cast(Tensor, inputs), targets))
         else:
@@ -160,9 +178,10 @@ class JointStep:
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
-        alone = distributed.world_size() == 1 and self.config.distill != "progressive" and self.sampler is None
+        alone = distributed.world_size() == 1 and self.config.distill != "progressive"
+        fixed = self.sampler is None or self.seats is not None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
-        return self.on_gpu and self.config.cuda_graph and alone and tensors
+        return self.on_gpu and self.config.cuda_graph and alone and fixed and tensors
 
     def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
         report = StepReport()
@@ -170,8 +189,11 @@ class JointStep:
         self.model.train()
         self.distiller.begin(inputs)
         self._clear_gradients()
-        for bits, plan in self.plans().items():
-            set_bits(self.model, plan)
+        for number, (bits, plan) in enumerate(self.plans().items()):
+            if self.seats is None:
+                set_bits(self.model, plan)
+            else:
+                self.seats.enter(number)
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
             mean_loss = distributed.mean(loss.detach())
             if self.on_gpu:
@@ -184,6 +206,8 @@ class JointStep:
             if self.config.update == "separate":
                 self._update(report, bits)
                 self._clear_gradients()
+            if self.seats is not None:
+                self.seats.leave()
         if self.config.update == "accumulated":
             self._update(report, self.bit_choices[0])
             report.scale_rate = {bits: rate for rate in report.scale_rate.values() for bits in self.bit_choices}
@@ -214,8 +238,10 @@ class JointStep:
     def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
         if self.config.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.weights, self.config.clip_norm)
-        _step(self.weight_optimizer, self.rate)
+            nn.utils.clip_grad_norm_([*self.weights, *self._seated()[0]], self.config.clip_norm)
+        step_at(self.weight_optimizer, self.rate)
+        if self.seats is not None and self.seats.weight_optimizer is not None:
+            step_at(self.seats.weight_optimizer, self.rate)
         if not self.config.learn_scales:
             report.scale_rate[bits] = 0.0
             return
@@ -223,9 +249,22 @@ class JointStep:
         report.scale_rate[bits] = rate
         if shares is not None:
             report.scale_rate[bits] = rate * torch.stack([share.mean() for share in shares.values()]).mean()
+        moving = [scale for scale in (*self.guard.scales, *self._seated()[1]) if scale.grad is not None]
         if self.scales:
-            with self.guard.watch(step=self.step, bits=bits, shares=shares):
-                _step(self.scale_optimizers[bits], rate)
+            with self.guard.watch(moving, step=self.step, bits=bits, shares=shares):
+                step_at(self.scale_optimizers[bits], rate)
+                if self.seats is not None and self.seats.scale_optimizer is not None:
+                    step_at(self.seats.scale_optimizer, rate)
+
+    def _seated(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The norms' parameters and the scales that have seats."""
+        return ([], []) if self.seats is None else self.seats.parameters()
+
+    def _active_scales(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """The weight scale and the activation scale of the current pass, by layer."""
+        if self.seats is not None:
+            return [(seat.weight_scale, seat.act_scale) for seat in self.seats.layers.values()]
+        return [layer.active_scales() for layer in self.layers.values()]
 
     def _scale_rate(self, bits: int) -> tuple[float | Tensor, dict[Tensor, Tensor] | None]:
         """The ALRS rate of the scales at `bits` and, where they have rates of their own, each one's share of it."""
@@ -251,14 +290,15 @@ class JointStep:
         """The scales that took part in the last pass, by layer; one that layers share goes with the first."""
         found: list[list[Tensor]] = []
         seen: set[Tensor] = set()
-        for layer in self.layers.values():
-            scales = [s for s in layer.active_scales() if s is not None and s.grad is not None and s not in seen]
+        for pair in self._active_scales():
+            scales = [s for s in pair if s is not None and s.grad is not None and s not in seen]
             seen.update(scales)
             found += [scales] if scales else []
         return found
 
     def _clear_gradients(self) -> None:
-        for parameter in (*self.weights, *self.scales):
+        norms, scales = self._seated()
+        for parameter in (*self.weights, *self.scales, *norms, *scales):
             parameter.grad = None
 
     def _record(self, report: StepReport, bits: int, loss: Tensor, output: Any, targets: Any) -> None:
@@ -267,7 +307,7 @@ class JointStep:
             guess = output.detach().argmax(dim=-1)
             if guess.shape == targets.shape:
                 report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
-        scales = [layer.active_scales() for layer in self.layers.values()]
+        scales = self._active_scales()
         peaks = _peaks([weight for weight, _ in scales] + [act for _, act in scales], loss)
         report.weight_scale_peaks[bits], report.act_scale_peaks[bits] = peaks.chunk(2)
 
@@ -297,24 +337,3 @@ def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     scales = list(dict.fromkeys(scales))
     mine = set(scales)
     return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]
-
-
-def make_optimizer(config: TrainConfig, parameters: list[nn.Parameter], weight_decay: float) -> torch.optim.Optimizer:
-    """The optimizer that `config` names, over `parameters`; on a GPU fused, and fit for a CUDA graph."""
-    device = parameters[0].device
-    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": weight_decay}
-    if device.type == "cuda":
-        settings |= {"lr": torch.tensor(config.lr, device=device), "fused": True}
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, momentum=0.9, **settings)
-    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, capturable=device.type == "cuda", **settings)
-
-
-def _step(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-    optimizer.step()

@@ -1,4 +1,4 @@
-"""The command line. The only file that prints, parses arguments or exits."""
+"""The commands, and the ways out: every error is explained in a line."""
 
 import argparse
 import dataclasses
@@ -8,31 +8,24 @@ import shlex
 import statistics
 import sys
 import time
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
 from bitdial.artifact import Artifact, read_artifact, sizes
-from bitdial.cli_export import export_command
-from bitdial.config import SCALE_GRADIENTS, STARTS, check_bit_choices
-from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
+from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
+from bitdial.cli.data import accuracy_on, recipe_of, test_data
+from bitdial.cli.export import export_command
+from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
+from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
+from bitdial.config import SCALE_GRADIENTS, STARTS
+from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
-from bitdial.hessian import hessian_trace
 from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
-from bitdial.recipes.cifar10 import cifar10_data
-from bitdial.recipes.digits import digits_data
-from bitdial.runtime import load, load_trainable
-from bitdial.train import accuracy, batched
+from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
-from bitdial.train.config import DISTILLATIONS, SCALE_STATES, UPDATES
-
-TestData = list[tuple[Tensor, Tensor]]
+from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,37 +54,44 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="the whole path on embedded data, in about a minute")
     demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results (default: demo-out)")
+    demo.add_argument(
+        "--mixed", action="store_true", help="mixed precision: bits by layer, found for budgets, in about a minute"
+    )
     demo.set_defaults(run=_demo)
 
     _train_command(commands.add_parser("train", help="run a training recipe; run it again to resume"))
 
     evaluate = commands.add_parser("eval", help="accuracy of an artifact at each width")
-    _file_argument(evaluate)
+    file_argument(evaluate)
     evaluate.add_argument(
         "--bits",
-        type=_setting,
+        type=bits_setting,
         action="append",
         metavar="B",
         help="width (4), pair (4:8) or stored plan; repeat for several (default: every width)",
     )
-    _data_argument(evaluate)
+    test_data_argument(evaluate)
     evaluate.set_defaults(run=_eval)
 
     inspect = commands.add_parser("inspect", help="what an artifact holds, checked against its digest")
-    _file_argument(inspect)
+    file_argument(inspect)
     inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
     inspect.set_defaults(run=_inspect)
 
     switch = commands.add_parser("switch", help="switch an artifact while it is live; time it and evaluate there")
-    _file_argument(switch)
+    file_argument(switch)
     switch.add_argument(
-        "--bits", type=_setting, required=True, metavar="B", help="width (4), pair (4:8) or stored plan"
+        "--bits", type=bits_setting, required=True, metavar="B", help="width (4), pair (4:8) or stored plan"
     )
-    _data_argument(switch)
+    test_data_argument(switch)
     switch.set_defaults(run=_switch)
 
-    export_command(commands.add_parser("export", help="an ONNX file of an artifact at one setting"), setting=_setting)
-    _sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
+    export_command(commands.add_parser("export", help="an ONNX file of an artifact at one setting"))
+    sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
+    search_command(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
+    pareto_command(
+        commands.add_parser("pareto", help="measure many plans, store those that no other beats, and a page")
+    )
     return parser
 
 
@@ -112,14 +112,12 @@ def _train_command(train: argparse.ArgumentParser) -> None:
         help="JSON file for the course of the run, with each width's accuracy after each epoch on the images that the "
         "outcome is measured on: for figures; choices are never made on it",
     )
-    train.add_argument("--seed", type=_seed, help="seed of the start and of the data order (default: %(default)s)")
-    train.add_argument("--epochs", type=_positive, help="epochs of each stage (default: the recipe's)")
-    train.add_argument(
-        "--float-epochs", type=_positive, help="epochs of the float stage (default: as many as --epochs)"
-    )
+    train.add_argument("--seed", type=seed, help="seed of the start and of the data order (default: %(default)s)")
+    train.add_argument("--epochs", type=positive, help="epochs of each stage (default: the recipe's)")
+    train.add_argument("--float-epochs", type=positive, help="epochs of the float stage (default: as many as --epochs)")
 
     scales = train.add_argument_group("quantisation")
-    scales.add_argument("--bits", type=_bit_list, dest="bit_choices", metavar="8,6,4,2", help="widths, descending")
+    scales.add_argument("--bits", type=bit_list, dest="bit_choices", metavar="8,6,4,2", help="widths, descending")
     scales.add_argument("--scheme", choices=list(SCHEMES), help="weight scheme (default: %(default)s)")
     scales.add_argument("--ties", choices=TIE_RULES, help="tie rule of the second rounding (default: %(default)s)")
     scales.add_argument("--per-tensor", action="store_false", dest="per_channel", help="one weight scale per layer")
@@ -132,14 +130,15 @@ def _train_command(train: argparse.ArgumentParser) -> None:
 
     joint = train.add_argument_group("the joint stage")
     joint.add_argument("--lr", type=float, help="learning rate (default: the recipe's)")
-    joint.add_argument("--batch", type=_positive, help="samples in a step (default: the recipe's)")
+    joint.add_argument("--batch", type=positive, help="samples in a step (default: the recipe's)")
     joint.add_argument(
         "--recalibrate",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
     )
     joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
+    joint.add_argument("--optimizer", choices=OPTIMIZERS, help="of weights; scales have Adam (default: %(default)s)")
     joint.add_argument(
         "--update",
         choices=UPDATES,
@@ -157,74 +156,14 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     )
     joint.add_argument("--distill-weight", type=float, help="share of the soft loss (default: %(default)s)")
     joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: %(default)s)")
+
+    mixed = train.add_argument_group("the mixed-precision stage (cifar10-resnet20-mixed)")
+    mixed.add_argument("--start-from", type=Path, metavar="FILE", help="what cifar10-resnet20 wrote")
+    mixed.add_argument("--sampling", choices=SAMPLINGS, help="how layers are drawn anew (default: %(default)s)")
+    mixed.add_argument("--sigma", type=float, help="the share of layers drawn anew at the end (default: %(default)s)")
+    mixed.add_argument("--sigma-warmup", type=positive, help="epochs without any at first (default: %(default)s)")
     defaults = {f.name: f.default for f in dataclasses.fields(RecipeOptions) if f.default is not dataclasses.MISSING}
     train.set_defaults(run=_train, **defaults)
-
-
-def _sensitivity_command(sensitivity: argparse.ArgumentParser) -> None:
-    _file_argument(sensitivity)
-    sensitivity.add_argument(
-        "--data",
-        metavar="DATA",
-        help="training data: digits, the folder with CIFAR-10, or an .npz with arrays x and y "
-        "(default: the recipe's that made the file)",
-    )
-    sensitivity.add_argument(
-        "--images", type=_positive, default=1000, help="how many, at random (default: %(default)s)"
-    )
-    sensitivity.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.1,
-        help="a layer is done when its standard error is this share of its trace (default: %(default)s)",
-    )
-    sensitivity.add_argument(
-        "--most-samples", type=_positive, default=200, help="random vectors for a layer at most (default: %(default)s)"
-    )
-    sensitivity.add_argument("--seed", type=_seed, default=0, help="of images and vectors (default: %(default)s)")
-    sensitivity.add_argument("--out", type=Path, help="JSON file for the result")
-    sensitivity.set_defaults(run=_sensitivity)
-
-
-def _file_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="an artifact (.safetensors)")
-
-
-def _data_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        metavar="DATA",
-        help="a recipe's test set, or an .npz with arrays x and y "
-        "(default: the test set of the recipe that made the file)",
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 1 << 31:
-        raise argparse.ArgumentTypeError("must lie between 0 and 2147483647")
-    return value
-
-
-def _bit_list(text: str) -> tuple[int, ...]:
-    try:
-        return check_bit_choices(tuple(int(part) for part in text.split(",")))
-    except (ValueError, ConfigError) as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-
-
-def _setting(text: str) -> LayerBits | str:
-    parts = text.split(":")
-    if len(parts) <= 2 and all(part.isdigit() for part in parts):
-        return int(text) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-    return text
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -233,6 +172,9 @@ def _setting(text: str) -> LayerBits | str:
 def _demo(options: argparse.Namespace) -> None:
     from bitdial.demo import run_demo
 
+    if options.mixed:
+        _mixed_demo(options)
+        return
     print("Training a small residual network on handwritten digits: float first, then 8, 6, 4 and 2 bits jointly.")
     began = time.monotonic()
     outcome = run_demo(options.out)
@@ -250,7 +192,7 @@ def _demo(options: argparse.Namespace) -> None:
                 f"{100 * outcome.exact_agreement[int(bits)]:.1f} %",
             ]
         )
-    _table(
+    show_table(
         "One training, one file",
         ["setting", "accuracy", "to float", "bytes if alone", "reloaded logits", "code-exact argmax"],
         rows,
@@ -266,23 +208,57 @@ def _demo(options: argparse.Namespace) -> None:
     )
 
 
+def _mixed_demo(options: argparse.Namespace) -> None:
+    from bitdial.mixed_demo import LABELS, run_mixed_demo
+
+    began = time.monotonic()
+    outcome = run_mixed_demo(options.out, tell=print)
+    result = outcome.result
+    rows = [
+        [
+            name,
+            percent(plan["held_out"]),
+            percent(plan["test"]),
+            number(plan["average_bits"]),
+            number(plan["bytes"]),
+            number(plan["bitops"]),
+        ]
+        for name, plan in result["plans"].items()
+    ]
+    for one in outcome.front.uniform:
+        bits = bits_text(next(iter(one.plan.values())))
+        top1 = percent(result["top1"]["hasb"][bits])
+        costs = [number(one.costs[quantity]) for quantity in ("average_bits", "bytes", "bitops")]
+        rows.append([f"{bits} bits everywhere", percent(one.accuracy), top1, *costs])
+    columns = ["setting", "held-out accuracy", "test accuracy", "average bits", "bytes if alone", "BitOps"]
+    show_table("One file, a plan for each budget", columns, rows)
+    show_correlation(outcome.front)
+    means = ", ".join(f"{LABELS[name]} {percent(value)}" for name, value in result["mean_held_out"].items())
+    print(f"Best held-out accuracy, averaged over budgets from 2 to 4 bits: {means}")
+    print(
+        f"Saved {outcome.artifact} ({result['bytes']:,} bytes), reloaded it and switched it live to "
+        f"{len(outcome.front.plans)} stored plans by name, with the trained model's logits at each, in "
+        f"{time.monotonic() - began:.0f} s. Page: {outcome.page}"
+    )
+
+
 def _train(options: argparse.Namespace) -> None:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions)}
     outcome = RECIPES[options.recipe](RecipeOptions(**given))
     rows = [["float", f"{100 * outcome.float_top1:.2f} %"]]
     rows += [[f"{bits} bits", f"{100 * top1:.2f} %"] for bits, top1 in outcome.top1.items()]
-    _table(options.recipe, ["setting", "accuracy"], rows)
+    show_table(options.recipe, ["setting", "accuracy"], rows)
     print(f"Saved {outcome.artifact}")
 
 
 def _eval(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live, data = load(artifact), _test_data(options.data, artifact)
+    live, data = load(artifact), test_data(options.data, artifact)
     rows = []
     for setting in options.bits or artifact.bit_choices:
         set_bits(live, _resolve(setting, artifact))
-        rows.append([_label(setting), f"{100 * _accuracy(live, data):.2f} %"])
-    _table(str(options.file), ["setting", "accuracy"], rows)
+        rows.append([setting_label(setting), f"{100 * accuracy_on(live, data):.2f} %"])
+    show_table(str(options.file), ["setting", "accuracy"], rows)
 
 
 def _switch(options: argparse.Namespace) -> None:
@@ -297,37 +273,10 @@ def _switch(options: argparse.Namespace) -> None:
             began = time.perf_counter()
             set_bits(live, target)
             times.append(1e3 * (time.perf_counter() - began))
-        rows.append([f"{start} bits", _label(options.bits), f"{statistics.median(times):.2f} ms"])
-    _table("Switching while live (median of 20)", ["from", "to", "time"], rows)
-    if options.data or artifact.metrics.get("recipe") in TEST_DATA:
-        print(f"Accuracy there: {100 * _accuracy(live, _test_data(options.data, artifact)):.2f} %")
-
-
-def _sensitivity(options: argparse.Namespace) -> None:
-    artifact = read_artifact(options.file)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator().manual_seed(options.seed)
-    x, y = _training_data(options.data, artifact)
-    chosen = torch.randperm(len(x), generator=generator)[: options.images]
-    try:
-        found = hessian_trace(
-            load_trainable(artifact).to(device),
-            batched(x[chosen].to(device), y[chosen].to(device)),
-            tolerance=options.tolerance,
-            most_samples=options.most_samples,
-            generator=generator,
-        )
-    except (RuntimeError, IndexError) as problem:
-        raise _does_not_fit(x, problem) from problem
-    rows = [
-        [name, f"{entry.parameters:,}", f"{entry.trace:.4g}", f"{entry.error:.2g}", f"{entry.normalized:.3g}"]
-        for name, entry in found.layers.items()
-    ]
-    title = f"{options.file}: Hessian trace on {found.images} images"
-    _table(title, ["layer", "weights", "trace", "standard error", "trace per weight"], rows)
-    if options.out:
-        found.save(options.out)
-        print(f"Saved {options.out}")
+        rows.append([f"{start} bits", setting_label(options.bits), f"{statistics.median(times):.2f} ms"])
+    show_table("Switching while live (median of 20)", ["from", "to", "time"], rows)
+    if options.data or recipe_of(artifact) in TEST_DATA:
+        print(f"Accuracy there: {100 * accuracy_on(live, test_data(options.data, artifact)):.2f} %")
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -362,76 +311,22 @@ def _inspect(options: argparse.Namespace) -> None:
             f"{size['norms']:,}, float layers {size['float']:,})",
         ],
         ["plans", ", ".join(artifact.plans) or "none"],
+        ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
         ["digest", f"{artifact.digest} (checked)"],
     ]
-    _table(str(options.file), ["", ""], facts_rows)
+    show_table(str(options.file), ["", ""], facts_rows)
     metrics = artifact.metrics.get("top1")
     top1 = metrics if isinstance(metrics, dict) else {}
     rows = [
-        [f"{bits} bits", f"{size['separate'][bits]:,}", _percent(top1.get(str(bits)))] for bits in artifact.bit_choices
+        [f"{bits} bits", f"{size['separate'][bits]:,}", percent(top1.get(str(bits)))] for bits in artifact.bit_choices
     ]
-    _table("By width", ["width", "bytes if alone", "stored accuracy"], rows)
+    show_table("By width", ["width", "bytes if alone", "stored accuracy"], rows)
     layers = [
         [name, entry["type"], "x".join(map(str, entry["shape"])), entry["activations"], entry.get("tied_to", "")]
         for name, entry in artifact.layers.items()
     ]
-    _table("Layers", ["layer", "type", "weight", "activations", "tied to"], layers)
-
-
-# --- helpers --------------------------------------------------------------------------------------
-
-
-def _test_data(choice: str | None, artifact: Artifact) -> TestData:
-    name = choice or artifact.metrics.get("recipe")
-    if name in TEST_DATA:
-        return TEST_DATA[name]()
-    if choice is None:
-        raise ConfigError(
-            "the file does not say what it was trained on; pass --data with a recipe's name "
-            f"({', '.join(TEST_DATA)}) or an .npz file with arrays x and y"
-        )
-    if not Path(choice).is_file():
-        raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a file")
-    return batched(*_npz_data(Path(choice)))
-
-
-def _training_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tensor]:
-    """Images and labels that a model may be fitted to: sensitivities lead to choices, which no test image may make."""
-    if (choice or artifact.metrics.get("recipe")) == "digits":
-        return digits_data()[:2]
-    if choice is None:
-        raise ConfigError(
-            "the file does not say where its training data is; pass --data with digits, the folder with CIFAR-10 or an "
-            ".npz file with arrays x and y"
-        )
-    if Path(choice).is_dir():
-        return cifar10_data(Path(choice), holdout=True, device=torch.device("cpu"))[0]
-    if not Path(choice).is_file():
-        raise ConfigError(f"--data {choice}: not digits, a folder or a file")
-    return _npz_data(Path(choice))
-
-
-def _npz_data(path: Path) -> tuple[Tensor, Tensor]:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            x, y = torch.from_numpy(arrays["x"]).float(), torch.from_numpy(arrays["y"]).long()
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
-        raise ConfigError(f"--data {path}: not an .npz file with arrays x and y ({problem})") from problem
-    if len(x) != len(y) or len(x) == 0:
-        raise ConfigError(f"--data {path}: x has {len(x)} samples and y {len(y)}")
-    return x, y
-
-
-def _accuracy(live: nn.Module, data: TestData) -> float:
-    try:
-        return accuracy(live, data)
-    except (RuntimeError, IndexError) as problem:
-        raise _does_not_fit(data[0][0], problem) from problem
-
-
-def _does_not_fit(x: Tensor, problem: Exception) -> ConfigError:
-    return ConfigError(f"the data (samples of shape {tuple(x.shape[1:])}) does not fit the model: {problem}")
+    show_table("Layers", ["layer", "type", "weight", "activations", "tied to"], layers)
 
 
 def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:
@@ -445,34 +340,6 @@ def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPla
     return artifact.plans[setting]
 
 
-def _label(setting: LayerBits | str) -> str:
-    if isinstance(setting, tuple):
-        return f"w{setting[0]}a{setting[1]}"
-    return f"{setting} bits" if isinstance(setting, int) else setting
-
-
 def _describe(architecture: dict[str, Any]) -> str:
     arguments = ", ".join(f"{k}={v}" for k, v in architecture.get("arguments", {}).items())
     return f"{architecture.get('name')}({arguments})"
-
-
-def _percent(value: object) -> str:
-    return f"{100 * value:.2f} %" if isinstance(value, int | float) else ""
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as problem:
-        raise MissingDependencyError.missing("cli", "rich") from problem
-    table = Table(title=title, show_header=any(columns), title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or not any(columns) else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table, markup=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

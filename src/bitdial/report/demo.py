@@ -1,14 +1,8 @@
-"""One page that shows a result: tables, figures and how to read them, in a single HTML file that loads nothing else.
-
-write_report("report.html", title="A run", summary_rows=[("bits", "accuracy"), ("4 bits", "99.2 %")], figures=[
-    ("Accuracy", "The dashed line is the float model.", accuracy_by_bits(0.974, {8: 0.99, 4: 0.992})),
-])
-"""
+"""The demo's page."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,138 +12,14 @@ from torch import nn
 
 from bitdial import functional as bf
 from bitdial import plots
-from bitdial._version import __version__
 from bitdial.artifact import Artifact
-from bitdial.container import replacing
-from bitdial.errors import BitdialError, ConfigError
+from bitdial.errors import ConfigError
 from bitdial.nn import PackedLayer
 from bitdial.plan import unwrap
+from bitdial.report.page import write_report
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-STYLE = """
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1f2328; --quiet: #59636e; --line: #d8dde3; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #12161b; --card: #1b2128; --ink: #e8ebef; --quiet: #a2acb8; --line: #36404b; }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
-main, footer { max-width: 56rem; margin: 0 auto; padding: 0 1.25rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 2.5rem 0 0.75rem; }
-h2 { font-size: 1.2rem; line-height: 1.3; margin: 2.5rem 0 0.75rem; }
-p, ul, dl { margin: 0.75rem 0; max-width: 46rem; }
-.lead { font-size: 1.1rem; }
-.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-caption { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-th, td { padding: 0.5rem 1rem; text-align: right; white-space: nowrap; border-top: 1px solid var(--line); }
-th:first-child { text-align: left; }
-th { font-weight: 600; }
-thead th { white-space: normal; vertical-align: bottom; border-top: 0; color: var(--quiet); font-size: 0.875rem; }
-figure { margin: 0; }
-figure .wide { background: #fff; padding: 0.75rem; }
-svg { display: block; width: 100%; min-width: 34rem; height: auto; }
-svg text { font-family: system-ui, sans-serif !important; }
-figcaption { margin: 0.75rem 0; max-width: 46rem; color: var(--quiet); font-size: 0.95rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.35rem 1.25rem; }
-dt { color: var(--quiet); }
-dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
-footer { margin-top: 3rem; padding-bottom: 2rem; color: var(--quiet); font-size: 0.875rem; }
-@media (max-width: 36rem) {
-  th, td { padding: 0.45rem 0.6rem; font-size: 0.875rem; }
-  dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: 0.5rem; }
-}
-"""
-
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{body}
-</main>
-<footer>Made with bitdial {version}. This page is one file and loads nothing from elsewhere.</footer>
-</body>
-</html>
-"""
-
-
-def write_report(
-    path: str | os.PathLike[str],
-    *,
-    title: str,
-    summary_rows: Sequence[Sequence[str]],
-    figures: "Sequence[tuple[str, str, Figure]]",
-    notes: Sequence[str] = (),
-    lead: str = "",
-    summary_note: str = "",
-    facts: Mapping[str, str] | None = None,
-) -> None:
-    """Write one self-contained HTML page to `path`, atomically; BitdialError if that fails.
-
-    `summary_rows` is a table: the names of the columns, then the rows, the first cell of each naming it. `figures` are
-    (heading, caption, figure). `lead` stands below the title, `summary_note` below the table, `facts` and `notes` at
-    the end. All text is plain text.
-    """
-    parts = [
-        f'<p class="lead">{_text(lead)}</p>' if lead else "",
-        _table("Summary", summary_rows) if summary_rows else "",
-        f"<p>{_text(summary_note)}</p>" if summary_note else "",
-        *(_figure(number, *entry) for number, entry in enumerate(figures, start=1)),
-        _facts(facts) if facts else "",
-        _notes(notes) if notes else "",
-    ]
-    body = "\n".join(filter(None, parts))
-    page = PAGE.format(title=_text(title), style=STYLE, body=body, version=_text(__version__))
-    with replacing(Path(path), error=BitdialError) as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
-
-
-def _text(text: str) -> str:
-    """Plain text as HTML; a number stays on one line with its per cent sign."""
-    return escape(text).replace(" %", "\u00a0%")
-
-
-def _table(name: str, rows: Sequence[Sequence[str]]) -> str:
-    if any(len(row) != len(rows[0]) for row in rows):
-        raise ConfigError(f"the rows of the table {name!r} differ in length; each needs {len(rows[0])} cells")
-    head = "".join(f'<th scope="col">{_text(cell)}</th>' for cell in rows[0])
-    body = "\n".join(
-        f'<tr><th scope="row">{_text(row[0])}</th>{"".join(f"<td>{_text(cell)}</td>" for cell in row[1:])}</tr>'
-        for row in rows[1:]
-    )
-    return (
-        f'<div class="wide"><table><caption>{_text(name)}</caption>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-    )
-
-
-def _figure(number: int, heading: str, caption: str, figure: "Figure") -> str:
-    svg = plots.to_svg(figure, prefix=f"figure{number}-")
-    return (
-        f'<section aria-labelledby="figure{number}">\n<h2 id="figure{number}">{_text(heading)}</h2>\n'
-        f'<figure><div class="wide">{svg}</div>\n<figcaption>{_text(caption)}</figcaption></figure>\n</section>'
-    )
-
-
-def _facts(facts: Mapping[str, str]) -> str:
-    entries = "\n".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts.items())
-    return f"<section><h2>Details</h2>\n<dl>\n{entries}\n</dl></section>"
-
-
-def _notes(notes: Sequence[str]) -> str:
-    entries = "\n".join(f"<li>{_text(note)}</li>" for note in notes)
-    return f"<section><h2>Notes</h2>\n<ul>\n{entries}\n</ul></section>"
 
 
 def demo_report(

@@ -1,0 +1,134 @@
+"""The data that commands run on: a recipe's own, CIFAR-10 in a folder, or arrays in an .npz file."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bitdial.artifact import Artifact
+from bitdial.cli.arguments import bits_setting
+from bitdial.errors import BitdialError, ConfigError
+from bitdial.plan import LayerBits
+from bitdial.recipes import INPUT_SHAPES, TEST_DATA
+from bitdial.recipes.cifar10 import Split, cifar10_data
+from bitdial.recipes.digits import digits_data
+from bitdial.train import accuracy, batched
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def recipe_of(artifact: Artifact) -> str | None:
+    """The recipe that made the file, if it says so."""
+    name = artifact.metrics.get("recipe")
+    return name if isinstance(name, str) else None
+
+
+def test_data(choice: str | None, artifact: Artifact) -> Batches:
+    """The test set that `--data` names, by default that of the file's recipe."""
+    name = choice or recipe_of(artifact)
+    if name in TEST_DATA:
+        return TEST_DATA[name]()
+    if choice is None:
+        raise ConfigError(
+            "the file does not say what it was trained on; pass --data with a recipe's name "
+            f"({', '.join(TEST_DATA)}) or an .npz file with arrays x and y"
+        )
+    if not Path(choice).is_file():
+        raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a file")
+    return batched(*_npz_data(Path(choice)))
+
+
+def training_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tensor]:
+    """Images and labels that a model may be fitted to: sensitivities lead to choices, which no test image may make."""
+    return _parts_of_training_set(choice, artifact)[0]
+
+
+def held_out_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tensor]:
+    """Images and labels to choose plans by: held out of the recipe's training set, or the file that `--data` names."""
+    return _parts_of_training_set(choice, artifact)[1]
+
+
+def was_trained_on(choice: str | None, artifact: Artifact) -> bool:
+    """Whether the file's recipe trained on what `held_out_data` gives, because it was told to hold nothing out."""
+    own_data = choice is None or choice == "digits" or Path(choice).is_dir()
+    return own_data and recipe_of(artifact) in INPUT_SHAPES and artifact.metrics.get("holdout") is not True
+
+
+def _parts_of_training_set(choice: str | None, artifact: Artifact) -> tuple[Split, Split]:
+    """The images that a run with --holdout trains on, and those it holds out; an .npz file is both."""
+    if (choice or recipe_of(artifact)) == "digits":
+        x, y, x_held, y_held = digits_data(holdout=True)
+        return (x, y), (x_held, y_held)
+    if choice is None:
+        raise ConfigError(
+            "the file does not say where its training data is; pass --data with digits, the folder with CIFAR-10 or an "
+            ".npz file with arrays x and y"
+        )
+    if Path(choice).is_dir():
+        return cifar10_data(Path(choice), holdout=True, device=torch.device("cpu"))
+    if not Path(choice).is_file():
+        raise ConfigError(f"--data {choice}: not digits, a folder or a file")
+    arrays = _npz_data(Path(choice))
+    return arrays, arrays
+
+
+def sample_input(shape: tuple[int, ...] | None, artifact: Artifact) -> Tensor:
+    """One empty image, to count a model's operations on: of `shape`, by default that of the file's recipe."""
+    shape = shape or INPUT_SHAPES.get(recipe_of(artifact) or "")
+    if shape is None:
+        raise ConfigError("the file does not say what its inputs look like; pass --input, such as --input 3x32x32")
+    return torch.zeros(1, *shape)
+
+
+def latency_table(path: Path) -> dict[str, dict[LayerBits, float]]:
+    """The times in a JSON file {layer: {"4": time, or "4:8" for weight and activation bits: time}}."""
+    form = 'expected {layer: {"4": time, "4:8": time of 4-bit weights and 8-bit activations}}'
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"--latency-table {path}: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"--latency-table {path}: not a JSON file ({problem}); {form}") from problem
+    if not isinstance(values, dict) or not all(isinstance(times, dict) for times in values.values()):
+        raise ConfigError(f"--latency-table {path}: {form}")
+    table: dict[str, dict[LayerBits, float]] = {}
+    for name, times in values.items():
+        keys = {text: bits_setting(text) for text in times}
+        if odd := [text for text, bits in keys.items() if isinstance(bits, str)]:
+            raise ConfigError(f"--latency-table {path}: layer {name!r} has a time for {odd[0]!r}; {form}")
+        table[name] = {bits: times[text] for text, bits in keys.items() if not isinstance(bits, str)}
+    return table
+
+
+def _npz_data(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            x, y = torch.from_numpy(arrays["x"]).float(), torch.from_numpy(arrays["y"]).long()
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
+        raise ConfigError(f"--data {path}: not an .npz file with arrays x and y ({problem})") from problem
+    if len(x) != len(y) or len(x) == 0:
+        raise ConfigError(f"--data {path}: x has {len(x)} samples and y {len(y)}")
+    return x, y
+
+
+def accuracy_on(live: nn.Module, data: Batches) -> float:
+    """The accuracy of `live` on `data`; ConfigError if the data is not for such a model."""
+    with fitting(data[0][0]):
+        return accuracy(live, data)
+
+
+@contextmanager
+def fitting(x: Tensor) -> Iterator[None]:
+    """Run a model on data like `x` in a block: what torch says of data that is not for the model is a ConfigError."""
+    try:
+        yield
+    except BitdialError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as problem:
+        shape = tuple(x.shape[1:])
+        raise ConfigError(f"the data (samples of shape {shape}) does not fit the model: {problem}") from problem

@@ -1,0 +1,356 @@
+"""The commands of mixed precision: sensitivity, search and pareto."""
+
+import argparse
+import itertools
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitdial import plots
+from bitdial.artifact import Artifact, amend, read_artifact
+from bitdial.cli.arguments import file_argument, layer_list, pin, positive, seed, shape
+from bitdial.cli.data import fitting, held_out_data, latency_table, sample_input, training_data, was_trained_on
+from bitdial.cli.tables import bits_text, number, percent, show_table
+from bitdial.container import write_json
+from bitdial.cost import QUANTITIES, Costs, measure_costs
+from bitdial.errors import ConfigError
+from bitdial.hessian import hessian_trace
+from bitdial.plan import BitPlan
+from bitdial.report import check_comparable, front_report
+from bitdial.runtime import load, load_trainable
+from bitdial.search import OBJECTIVES, Candidate, MeasuredFront, candidates, measure_front, search
+from bitdial.sensitivity import Sensitivity
+from bitdial.train import accuracy, batched
+
+BUDGETS = {
+    "average_bits": "mean weight bits over all weights",
+    "layer_average_bits": "mean weight bits over the layers, the paper's average",
+    "bytes": "of a file that holds the plan alone",
+    "bitops": "multiply-accumulates x weight bits x activation bits, on one input",
+    "activation_bytes": "of the quantised inputs of all layers, on one input",
+    "latency": "in the unit of --latency-table, which it needs",
+}
+
+
+def sensitivity_command(sensitivity: argparse.ArgumentParser) -> None:
+    """The options of `sensitivity`."""
+    file_argument(sensitivity)
+    sensitivity.add_argument(
+        "--data",
+        metavar="DATA",
+        help="training data: digits, the folder with CIFAR-10, or an .npz with arrays x and y "
+        "(default: the recipe's that made the file)",
+    )
+    sensitivity.add_argument("--images", type=positive, default=1000, help="how many, at random (default: %(default)s)")
+    sensitivity.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.1,
+        help="a layer is done when its standard error is this share of its trace (default: %(default)s)",
+    )
+    sensitivity.add_argument(
+        "--most-samples", type=positive, default=200, help="random vectors for a layer at most (default: %(default)s)"
+    )
+    sensitivity.add_argument("--seed", type=seed, default=0, help="of images and vectors (default: %(default)s)")
+    sensitivity.add_argument("--out", type=Path, help="JSON file for the result")
+    _no_store_argument(sensitivity)
+    sensitivity.set_defaults(run=_sensitivity)
+
+
+def search_command(search: argparse.ArgumentParser) -> None:
+    """The options of `search`."""
+    file_argument(search)
+    budgets = search.add_argument_group(
+        "budgets", "at least one; a plan keeps within all of them; repeat one for several plans"
+    )
+    for quantity, text in BUDGETS.items():
+        budgets.add_argument(_flag(quantity), type=float, action="append", metavar="MOST", help=text)
+    _search_arguments(search)
+    search.add_argument(
+        "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
+    )
+    search.add_argument("--out", type=Path, help="JSON file for the plans")
+    search.add_argument("--store", action="store_true", help="store the plans in the file, by the names in the table")
+    search.add_argument("--name", help="of the plan, instead of one made from its budgets")
+    search.set_defaults(run=_search)
+
+
+def pareto_command(pareto: argparse.ArgumentParser) -> None:
+    """The options of `pareto`."""
+    file_argument(pareto)
+    pareto.add_argument(
+        "--data",
+        metavar="DATA",
+        help="held-out data to measure plans on, never the test set: digits or the folder with CIFAR-10 (both: what "
+        "--holdout keeps out of training), or an .npz with arrays x and y (default: the recipe's that made the file)",
+    )
+    pareto.add_argument(
+        "--cost",
+        choices=QUANTITIES,
+        default="average_bits",
+        help="what the front weighs accuracy against (default: %(default)s)",
+    )
+    pareto.add_argument(
+        "--points", type=positive, default=60, help="budgets of the sweep, least to most (default: %(default)s)"
+    )
+    pareto.add_argument(
+        "--alternatives-at",
+        type=float,
+        metavar="MOST",
+        help="budget at which each layer is also tried at each other width (default: the middle of the sweep)",
+    )
+    _search_arguments(pareto)
+    pareto.add_argument("--out", type=Path, help="JSON file for all candidates with their accuracy")
+    pareto.add_argument(
+        "--compare",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="what --out wrote for another file, to draw its front beside; repeat for several",
+    )
+    pareto.add_argument("--report", type=Path, metavar="HTML", help="the page (default: the file's name with .html)")
+    _no_store_argument(pareto)
+    pareto.set_defaults(run=_pareto)
+
+
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="error",
+        help="sensitivity x quantization error, or the paper's sensitivity x bits (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--group", type=layer_list, action="append", default=[], metavar="LAYERS",
+        help="names or patterns, comma-separated, of layers that share their bits; repeat for several groups",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pin", type=pin, action="append", default=[], metavar="LAYER=BITS", help="keep a layer (or pattern) there"
+    )
+    parser.add_argument(
+        "--latency-table", type=Path, metavar="JSON", help='times that you measured: {layer: {"4": time}}'
+    )
+    parser.add_argument(
+        "--sensitivity",
+        type=Path,
+        metavar="JSON",
+        help="what `bitdial sensitivity --out` wrote (default: what the file stores)",
+    )
+
+
+def _no_store_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-store", action="store_false", dest="store", help="leave the artifact as it is")
+
+
+def _flag(quantity: str) -> str:
+    return f"--{quantity.replace('_', '-')}"
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _sensitivity(options: argparse.Namespace) -> None:
+    artifact = read_artifact(options.file)
+    device = _device()
+    generator = torch.Generator().manual_seed(options.seed)
+    x, y = training_data(options.data, artifact)
+    chosen = torch.randperm(len(x), generator=generator)[: options.images]
+    with fitting(x):
+        found = hessian_trace(
+            load_trainable(artifact).to(device),
+            batched(x[chosen].to(device), y[chosen].to(device)),
+            tolerance=options.tolerance,
+            most_samples=options.most_samples,
+            generator=generator,
+        )
+    rows = [
+        [name, f"{entry.parameters:,}", f"{entry.trace:.4g}", f"{entry.error:.2g}", f"{entry.normalized:.3g}"]
+        for name, entry in found.layers.items()
+    ]
+    title = f"{options.file}: Hessian trace on {found.images} images"
+    show_table(title, ["layer", "weights", "trace", "standard error", "trace per weight"], rows)
+    if options.out:
+        found.save(options.out)
+        print(f"Saved {options.out}")
+    if options.store:
+        amend(options.file, sensitivity=found)
+        print(f"Stored in {options.file}")
+
+
+def _search(options: argparse.Namespace) -> None:
+    given = {quantity: getattr(options, quantity) for quantity in QUANTITIES if getattr(options, quantity) is not None}
+    if not given:
+        raise ConfigError(
+            f"give at least one budget, such as --average-bits 3 (they are {', '.join(map(_flag, BUDGETS))})"
+        )
+    combined = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
+    if options.name is not None and len(combined) > 1:
+        raise ConfigError(f"--name names one plan, but these budgets ask for {len(combined)}; leave it out")
+    artifact = read_artifact(options.file)
+    sensitivity = _stored_sensitivity(options, artifact)
+    model = load_trainable(artifact)
+    costs = _costs(options, model, sample_input(options.input, artifact))
+    settings = _search_settings(options, artifact)
+    found = {
+        options.name or _plan_name(budgets): search(model, sensitivity, costs, budgets, **settings)
+        for budgets in combined
+    }
+    _show_plans(f"{options.file}: the plans of least predicted loss", found)
+    _show_bits(sensitivity, {name: one.plan for name, one in found.items()})
+    if options.out:
+        write_json(options.out, {"plans": {name: one.to_dict() for name, one in found.items()}})
+        print(f"Saved {options.out}")
+    if options.store:
+        amend(options.file, plans={name: one.plan for name, one in found.items()})
+        print(f"Stored in {options.file}: {', '.join(map(repr, found))}")
+
+
+def _pareto(options: argparse.Namespace) -> None:
+    artifact = read_artifact(options.file)
+    sensitivity = _stored_sensitivity(options, artifact)
+    others = [MeasuredFront.load(path) for path in options.compare]
+    check_comparable(options.file.stem, options.cost, others)
+    plots.require_matplotlib()
+    x, y = held_out_data(options.data, artifact)
+    if was_trained_on(options.data, artifact):
+        print(
+            "bitdial: the file's training did not hold these images out, so the accuracies are those of images it has "
+            "seen; train with --holdout, or pass --data with other images",
+            file=sys.stderr,
+        )
+    model = load_trainable(artifact)
+    costs = _costs(options, model, x[:1])
+    found = _candidates(options, artifact, model, sensitivity, costs)
+    device = _device()
+    with fitting(x):
+        front = measure_front(
+            load(artifact, device=device),
+            found,
+            costs,
+            batched(x.to(device), y.to(device)),
+            accuracy,
+            label=options.file.stem,
+            quantity=options.cost,
+            uniform_on_front=not options.pin,
+        )
+    _show_front(f"{options.file}: the front on {front.samples} held-out images", front)
+    if options.out:
+        front.save(options.out)
+        print(f"Saved {options.out}")
+    if options.store:
+        amend(options.file, plans=_front_plans(artifact, front), metrics={"front": front.summary()})
+        print(f"Stored in {options.file}: {', '.join(map(repr, front.plans))}")
+    page = options.report or options.file.with_suffix(".html")
+    front_report(page, front, sensitivity, others=others, file=options.file.name)
+    print(f"Page: {page}")
+
+
+def _candidates(
+    options: argparse.Namespace, artifact: Artifact, model: torch.nn.Module, sensitivity: Sensitivity, costs: Costs
+) -> list[Candidate]:
+    """The plans of the sweep and, in its middle or where the user says, of the alternatives."""
+    settings, cost = _search_settings(options, artifact), options.cost
+    found = candidates(model, sensitivity, costs, {cost: options.points}, **settings)
+    reached = [one.costs[cost] for one in found]
+    middle = (min(reached) + max(reached)) / 2
+    budget = middle if options.alternatives_at is None else options.alternatives_at
+    found += candidates(model, sensitivity, costs, {}, alternatives_at={cost: budget}, **settings)
+    return list({one.plan: one for one in found}.values())
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _stored_sensitivity(options: argparse.Namespace, artifact: Artifact) -> Sensitivity:
+    if options.sensitivity is not None:
+        return Sensitivity.load(options.sensitivity)
+    if artifact.sensitivity is None:
+        raise ConfigError(
+            f"{options.file} stores no sensitivities, by which plans are found; run `bitdial sensitivity "
+            f"{options.file}` first, or pass --sensitivity with the JSON file of an earlier one"
+        )
+    return artifact.sensitivity
+
+
+def _costs(options: argparse.Namespace, model: torch.nn.Module, sample: torch.Tensor) -> Costs:
+    latency = None if options.latency_table is None else latency_table(options.latency_table)
+    with fitting(sample):
+        return measure_costs(model, sample, latency=latency)
+
+
+def _search_settings(options: argparse.Namespace, artifact: Artifact) -> dict[str, Any]:
+    """What `search` and `candidates` take besides budgets."""
+    groups = [[name for pattern in group for name in _matching(pattern, artifact)] for group in options.group]
+    pinned = {name: bits for pattern, bits in options.pin for name in _matching(pattern, artifact)}
+    return {"objective": options.objective, "groups": groups, "pinned": pinned}
+
+
+def _matching(pattern: str, artifact: Artifact) -> list[str]:
+    found = [name for name in artifact.layers if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConfigError(
+            f"{pattern!r} matches no quantised layer of the file; those are {', '.join(map(repr, artifact.layers))}"
+        )
+    return found
+
+
+def _plan_name(budgets: dict[str, float]) -> str:
+    """'3.0 bits' for an average, else the budgets as they were given."""
+    if list(budgets) == ["average_bits"]:
+        value = budgets["average_bits"]
+        return f"{value:.1f} bits" if round(value, 1) == value else f"{value:.10g} bits"
+    return " and ".join(f"{name} {value:.10g}" for name, value in budgets.items())
+
+
+def _show_plans(title: str, plans: dict[str, Candidate]) -> None:
+    quantities = list(next(iter(plans.values())).costs)
+    rows = [
+        [name, *(number(one.costs[quantity]) for quantity in quantities), f"{one.predicted_loss:.4g}"]
+        for name, one in plans.items()
+    ]
+    show_table(title, ["plan", *(q.replace("_", " ") for q in quantities), "predicted loss"], rows)
+
+
+def _show_bits(sensitivity: Sensitivity, plans: dict[str, BitPlan]) -> None:
+    rows = [
+        [name, f"{entry.normalized:.3g}", *(bits_text(plan[name]) for plan in plans.values())]
+        for name, entry in sensitivity.layers.items()
+    ]
+    show_table("Bits by layer", ["layer", "trace per weight", *plans], rows)
+
+
+def _show_front(title: str, front: MeasuredFront) -> None:
+    quantities = list(dict.fromkeys(("average_bits", "bytes", "bitops", front.quantity)))
+    points = [(one.name or "", one) for one in front.front]
+    points += [(f"{bits_text(next(iter(one.plan.values())))} bits everywhere", one) for one in front.uniform]
+    rows = [[name, percent(one.accuracy), *(number(one.costs[q]) for q in quantities)] for name, one in points]
+    show_table(title, ["plan", "accuracy", *(q.replace("_", " ") for q in quantities)], rows)
+    show_correlation(front)
+
+
+def show_correlation(front: MeasuredFront) -> None:
+    """Print how well the predicted losses of a front's candidates go with their accuracies."""
+    texts = [
+        f"{name.capitalize()} {'not defined' if value is None else f'{value:.2f}'}"
+        for name, value in front.correlation.items()
+    ]
+    print(
+        f"Correlation of predicted loss and measured accuracy over {len(front.predictions[0])} candidates: "
+        f"{', '.join(texts)} (-1 is a perfect prediction)"
+    )
+
+
+def _front_plans(artifact: Artifact, front: MeasuredFront) -> dict[str, BitPlan | None]:
+    """The plans to store: those of `front`; those of the front that the file had before go."""
+    before = artifact.metrics.get("front")
+    names = before.get("names") if isinstance(before, dict) else None
+    old = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return {**dict.fromkeys(old), **front.plans}

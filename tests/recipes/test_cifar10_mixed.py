@@ -1,0 +1,105 @@
+"""The mixed-precision recipe on a few random images: from one file to the next, a row for each plan."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bitdial import load, read_artifact, set_bits
+from bitdial.cli import main
+from bitdial.errors import ConfigError
+from bitdial.recipes import RECIPES, RecipeOptions, cifar10
+from bitdial.recipes.cifar10 import cifar10_data
+from bitdial.train import accuracy, batched
+
+training, mixed = (import_module(f"bitdial.recipes.cifar10_{name}") for name in ("training", "mixed"))
+pytest.importorskip("highspy")
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small file of the recipe that the mixed one goes on from, in a folder with a few images."""
+    monkeypatch.setattr(cifar10, "HELD_OUT", 8)
+    monkeypatch.setattr(training, "NETWORKS", {"resnet20": ("cifar_resnet", {"blocks": 1, "width": 4})})
+    for module in (training, mixed):
+        monkeypatch.setattr(module, "BATCH", 8)
+        monkeypatch.setattr(module, "run_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(mixed, "IMAGES", 8)
+    monkeypatch.setattr(mixed, "BUDGETS", 5)
+    random = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for part, count in (("train", 16), ("test", 8)):
+        arrays[f"x_{part}"] = random.integers(0, 256, (count, 3, 32, 32), dtype=np.uint8)
+        arrays[f"y_{part}"] = random.integers(0, 10, count, dtype=np.uint8)
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    options = RecipeOptions(out=tmp_path / "run", data=tmp_path, epochs=1, bit_choices=(4, 3, 2), progress=False)
+    return RECIPES["cifar10-resnet20"](options).artifact
+
+
+def options(start: Path, **changes: Any) -> RecipeOptions:
+    folder = start.parents[1]
+    settings: dict[str, Any] = {"epochs": 2, "sampling": "hasb", "sigma_warmup": 1, "start_from": start}
+    places = {"out": folder / "run", "data": folder, "results": folder / "mixed.json", "progress": False}
+    return RecipeOptions(**{**settings, **places, **changes})
+
+
+def test_end_to_end(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = start.parents[1]
+    words = ["train", "cifar10-resnet20-mixed", "--out", str(folder / "run"), "--data", str(folder), "--epochs", "2"]
+    words += ["--results", str(folder / "mixed.json"), "--start-from", str(start), "--sampling", "hasb"]
+    assert main([*words, "--sigma-warmup", "1", "--seed", "3"]) == 0, capsys.readouterr().err
+    rows = json.loads((folder / "mixed.json").read_text())
+    assert [row["budget"] for row in rows] == [2.0, 2.5, 3.0, 3.5, 4.0]
+    (path,) = (folder / "run").glob("mixed-*.safetensors")
+    artifact = read_artifact(path)
+    live, test = load(artifact), batched(*cifar10_data(folder, holdout=False, device=torch.device("cpu"))[1])
+    assert artifact.sensitivity is not None
+    for row in rows:
+        set_bits(live, f"{row['budget']:.3g} bits")
+        assert row["top1"] == round(100 * accuracy(live, test), 2)
+        assert row["average_bits"] <= row["budget"]
+        assert set(row["plan"]) == set(artifact.layers)
+        assert set(row["plan"].values()) <= {4, 3, 2}
+        expected = {"sampling": "hasb", "scheme": "double_rounding", "bit_choices": [4, 3, 2], "seed": 3, "epochs": 2,
+                    "split": "test", "sigma_warmup": 1}  # fmt: skip
+        assert {name: row[name] for name in expected} == expected
+        for bits in (4, 3, 2):
+            set_bits(live, bits)
+            assert row["uniform_top1"][str(bits)] == round(100 * accuracy(live, test), 2)
+        assert row["start_top1"] == {b: round(100 * v, 2) for b, v in read_artifact(start).metrics["top1"].items()}
+    losses = [row["predicted_loss"] for row in rows]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert len({row["bytes"] for row in rows}) == len({row["bitops"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sampling": "none", "start_from": None, "sigma_warmup": 10}, "--start-from FILE"),
+        ({"holdout": True}, "was trained without --holdout"),
+        ({"bit_choices": (8, 2)}, r"the widths of .* are \(4, 3, 2\)"),
+        ({"scheme": "nested", "recalibrate": 3}, "--scheme, --recalibrate: not for a run that starts from a file"),
+    ],
+)
+def test_what_does_not_go_together(start: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RECIPES["cifar10-resnet20-mixed"](options(start, **changes))
+
+
+def test_other_files_and_other_recipes(start: Path, tmp_path: Path) -> None:
+    model = RECIPES["digits"](RecipeOptions(out=tmp_path / "digits", epochs=1, progress=False))
+    with pytest.raises(ConfigError, match="was not written by `bitdial train cifar10-resnet20`"):
+        RECIPES["cifar10-resnet20-mixed"](options(start, start_from=model.artifact))
+    with pytest.raises(ConfigError, match="for the recipe cifar10-resnet20-mixed"):
+        RECIPES["cifar10-resnet20"](options(start))
+    with pytest.raises(ConfigError, match="takes no --start-from"):
+        RECIPES["digits"](RecipeOptions(out=tmp_path, start_from=start, sampling="random"))
+    with pytest.raises(ConfigError, match="go together"):
+        options(start, sampling="none")
+    with pytest.raises(ConfigError, match="need --sampling"):
+        RecipeOptions(out=tmp_path, sigma=0.1)
