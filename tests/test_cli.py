@@ -147,3 +147,46 @@ def test_train_runs_a_recipe_with_overrides(tmp_path, capsys) -> None:
     artifact = bitdial.read_artifact(tmp_path / "digits.safetensors")
     assert artifact.scheme == "nested"
     assert artifact.bit_choices == (4, 2)
+
+
+def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None:
+    live, x = bitdial.load(file), torch.rand(1, 1, 8, 8)
+    mixed = bitdial.BitPlan({"layer1.0.conv1": 2}, default=(4, 8))
+    (tmp_path / "mixed.json").write_text(json.dumps(mixed.to_dict()))
+    target = tmp_path / "out" / "model.onnx"
+    said = {
+        "4": "8 x 4 bits as INT4",
+        "6:4": "8 x 6 bits as INT8",
+        "narrow-acts": "8 x 8 bits as INT8",
+        str(tmp_path / "mixed.json"): "1 x 2 bits as INT2, 7 x 4 bits as INT4",
+    }
+    settings = (4, (6, 4), "narrow-acts", mixed)
+    for (bits, words), setting in zip(said.items(), settings, strict=True):
+        assert main(["export", str(file), "--onnx", str(target), "--bits", bits, "--input", "1x8x8"]) == 0
+        assert words in capsys.readouterr().out
+        bitdial.export_onnx(live, tmp_path / "library.onnx", x, bits=setting)
+        assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
+    assert main(["export", str(file), "--onnx", str(target), "--bits", "2", "--opset", "21"]) == 0
+    assert "8 x 2 bits as INT4" in capsys.readouterr().out, "the recipe says what an input looks like"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bits", "5"], "bits=5 is not in bit_choices (8, 6, 4, 2)"),
+        (["--bits", "wide"], "'wide' is not a bit-width and not the name of a stored plan"),
+        (["--bits", "none.json"], "--bits none.json: not a plan"),
+        (["--bits", "4", "--input", "3x8x8"], "the model does not run on the sample"),
+    ],
+)
+def test_export_explains_what_does_not_fit(file, capsys, tmp_path, options, words) -> None:
+    assert main(["export", str(file), "--onnx", str(tmp_path / "x.onnx"), "--input", "1x8x8", *options]) == 1
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "x.onnx").exists()
+
+
+def test_export_asks_for_the_shape_that_a_file_does_not_tell(capsys, tmp_path) -> None:
+    model = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    bitdial.save(bitdial.prepare(model, bitdial.QuantConfig(), torch.rand(4, 1, 8, 8)), tmp_path / "m.safetensors")
+    assert main(["export", str(tmp_path / "m.safetensors"), "--onnx", str(tmp_path / "x.onnx")]) == 1
+    assert "--input" in capsys.readouterr().err

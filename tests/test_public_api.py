@@ -32,6 +32,7 @@ PUBLIC = [
     "code_exact",
     "evaluate",
     "evaluate_plans",
+    "export_onnx",
     "get_bits",
     "hessian_trace",
     "load",
@@ -39,6 +40,7 @@ PUBLIC = [
     "load_trainable",
     "measure_costs",
     "narrow",
+    "onnx_session_options",
     "pareto_front",
     "prepare",
     "read_artifact",
@@ -51,7 +53,7 @@ PUBLIC = [
 ]
 PACKAGE = Path(bitdial.__file__).parent
 HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too
-OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy")
+OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy", "onnx", "onnxscript", "onnxruntime")
 
 
 def test_the_public_names() -> None:

@@ -18,6 +18,7 @@ from bitdial.config import QuantConfig, Rule  # noqa: E402
 from bitdial.cost import measure_costs  # noqa: E402
 from bitdial.errors import BitdialError  # noqa: E402
 from bitdial.exact import code_exact  # noqa: E402
+from bitdial.export import export_onnx, onnx_session_options  # noqa: E402
 from bitdial.functional import narrow  # noqa: E402
 from bitdial.hessian import hessian_trace  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
@@ -61,6 +62,7 @@ __all__ = [
     "code_exact",
     "evaluate",
     "evaluate_plans",
+    "export_onnx",
     "get_bits",
     "hessian_trace",
     "load",
@@ -68,6 +70,7 @@ __all__ = [
     "load_trainable",
     "measure_costs",
     "narrow",
+    "onnx_session_options",
     "pareto_front",
     "prepare",
     "read_artifact",

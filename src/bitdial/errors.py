@@ -48,6 +48,10 @@ class ArtifactError(BitdialError):
     """An artifact file is damaged, has an unknown version, or does not fit the model."""
 
 
+class ExportError(BitdialError):
+    """A model cannot be written for another run time; the message names the module and the operator where known."""
+
+
 class MissingDependencyError(BitdialError, ImportError):
     """An optional package is needed and not installed; the message names the extra to install."""
 

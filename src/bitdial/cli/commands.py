@@ -15,6 +15,7 @@ from typing import Any
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
+from bitdial.cli.export import export_command
 from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
 from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
 from bitdial.config import SCALE_GRADIENTS, STARTS
@@ -85,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     test_data_argument(switch)
     switch.set_defaults(run=_switch)
 
+    export_command(commands.add_parser("export", help="an ONNX file of an artifact at one setting"))
     sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_command(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
     pareto_command(

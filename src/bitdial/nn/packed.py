@@ -83,11 +83,18 @@ class PackedLayer(nn.Module):
             return bf.fake_quantize_activation(x, scale, zero_point, bits=self.act_bits, kind=self.act_kind)
 
     def check_input(self, x: Tensor) -> None:
-        """Raise QuantizationError naming this layer if `x` holds NaN or infinity."""
+        """Raise QuantizationError naming this layer if `x` holds NaN or infinity.
+
+        torch.export cannot follow a branch on values: there the check becomes an assertion of the program.
+        """
         if x.numel():
             low, high = x.aminmax()
-            if not bool((low > -float("inf")) & (high < float("inf"))):  # also false for NaN
-                raise QuantizationError(f"layer {self.name!r}: its input holds NaN or infinity; check what goes in")
+            finite = (low > -float("inf")) & (high < float("inf"))  # also false for NaN
+            problem = f"layer {self.name!r}: its input holds NaN or infinity; check what goes in"
+            if torch.compiler.is_exporting():
+                torch._assert_async(finite, problem)
+            elif not bool(finite):
+                raise QuantizationError(problem)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.scheme}, w{self.weight_bits}a{self.act_bits}"
