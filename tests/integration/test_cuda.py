@@ -106,3 +106,6 @@ def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
     assert len(moments[0]) == len(moments[1]) > 0
     for mine, yours in zip(first.scales, second.scales, strict=True):
         assert torch.equal(moments[0][mine]["exp_avg"], moments[1][yours]["exp_avg"])
+    for batch in data.batches(1):
+        losses = [step(batch.inputs, batch.targets).loss[8] for step in (first, second)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)

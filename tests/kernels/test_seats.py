@@ -134,6 +134,21 @@ def test_seats_equal_separate_parameters(case: str) -> None:
 
 
 @runs
+def test_a_model_without_anything_to_seat() -> None:
+    """Weight-only, no norm: widths change in the tables alone."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
+    plain = nn.Sequential(nn.Flatten(), *layers).to(DEVICE)
+    model = prepare(plain, QuantConfig(bit_choices=BITS, activations="float"), images(0)[0])
+    twin = copy.deepcopy(model)
+    separate, seated = stepper(model, seats=False), stepper(twin, seats=True)
+    for number in range(STEPS):
+        losses = [step(*images(number)).loss for step in (separate, seated)]
+        assert all(torch.equal(losses[0][bits], losses[1][bits]) for bits in BITS)
+    assert_same(everything(separate), everything(seated))
+
+
+@runs
 def test_clipping_counts_what_is_seated() -> None:
     """Not bit for bit: the norm of all gradients is a sum in another order."""
     model = network()

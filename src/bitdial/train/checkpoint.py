@@ -184,8 +184,9 @@ def _optimizer_state(tensors: dict[str, Tensor], key: str, optimizer: torch.opti
         if set(entry) != fields or not 0 <= i < len(parameters):
             raise ValueError(f"optimizer {key!r}, parameter {i}: {sorted(entry)}")
         for field, value in entry.items():
-            if field != "step":
-                _like(value, parameters[i])
+            if field != "step":  # laid out in memory as the parameter is, which fused optimizers insist on
+                own = parameters[i].detach()
+                entry[field] = torch.empty_like(own).copy_(_like(value, own))
             elif value.numel() != 1:
                 raise ValueError(f"optimizer {key!r}, parameter {i}: a step of shape {tuple(value.shape)}")
     return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}

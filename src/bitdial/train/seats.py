@@ -22,6 +22,7 @@ from bitdial.train.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
 
 ADAM = ("step", "exp_avg", "exp_avg_sq")
+ALIGNED = 4  # elements
 STATES = {"adam": ADAM, "adamw": ADAM, "sgd": ("momentum_buffer",)}
 
 
@@ -134,23 +135,24 @@ class Seats:
             for family, name in ((f, n) for f in group if f.seat.requires_grad for n in STATES[kind]):
                 sets = [_state(theirs, parameter, name) for parameter in family.sets]
                 families.append(_Family(family.column, sets, _state(mine, family.seat, name)))
-        self.sets = _joined([tensor for family in families for tensor in family.sets])
-        self.seated = _joined([family.seat for family in families])
-        starts, strides, columns, start = [], [], [], 0
+        device = self.current.device
+        self.sets = _joined([tensor for family in families for tensor in family.sets], device)
+        self.seated = _joined([family.seat for family in families], device)
+        starts, strides, columns, start = [torch.arange(0)], [], [], 0
         for column, sets, seat in families:
-            starts.append(start + torch.arange(seat.numel()))
-            strides += [seat.numel()] * seat.numel()
-            columns += [column] * seat.numel()
-            start += len(sets) * seat.numel()
-        device = self.sets.device
+            size = _room(seat)
+            starts.append(start + torch.arange(size))
+            strides += [size] * size
+            columns += [column] * size
+            start += len(sets) * size
         self._starts, self._strides, self._columns = (
-            torch.as_tensor(v, device=device) for v in (torch.cat(starts), strides, columns)
+            torch.as_tensor(v, dtype=torch.int64, device=device) for v in (torch.cat(starts), strides, columns)
         )
         self._index = self._starts.clone()
         counts = [norm.sets[name].get_buffer("num_batches_tracked") for norm in self.norms for name in norm.set_names()]
-        self.counts = _joined(counts)
+        self.counts = _joined(counts, device)
         sizes = [len(norm.set_names()) for norm in self.norms]
-        self._first_counts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))], device=device)
+        self._first_counts = torch.tensor([ALIGNED * sum(sizes[:i]) for i in range(len(sizes))], device=device)
         self._ones = torch.ones_like(self._first_counts)
 
     def choose(self, plans: Iterable[LayerBits | BitPlan]) -> None:
@@ -175,7 +177,8 @@ class Seats:
         """Take what has changed back."""
         self.sets.index_copy_(0, self._index, self.seated)
         if self.norms:
-            self.counts.index_add_(0, self._first_counts + self.current[-len(self.norms) :], self._ones)
+            at = self._first_counts + ALIGNED * self.current[-len(self.norms) :]
+            self.counts.index_add_(0, at, self._ones)
 
 
 def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | None:
@@ -214,11 +217,18 @@ def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Te
     return cast(Tensor, state[name])
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _room(tensor: Tensor) -> int:
+    """Elements that `tensor` takes where tensors are joined: each begins where the vector loads of kernels may."""
+    return -(-tensor.numel() // ALIGNED) * ALIGNED
+
+
+def _joined(tensors: list[Tensor], device: torch.device) -> Tensor:
     """All `tensors` in one, of which they become views."""
-    whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+    dtype = tensors[0].dtype if tensors else torch.float32
+    whole = torch.zeros(sum(map(_room, tensors)), dtype=dtype, device=device)
     start = 0
     for tensor in tensors:
-        tensor.data = whole[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()
+        view = whole[start : start + tensor.numel()].view(tensor.shape)
+        tensor.data = view.copy_(tensor.detach())
+        start += _room(tensor)
     return whole
