@@ -40,8 +40,9 @@ bitdial train cifar10-resnet20-mixed --start-from FILE --sampling hasb --data DI
 
 "3 bits" is the plan that the search picks within an average of 3 bits over the weights; accuracy does not enter the
 search. "front" is the best accuracy within a budget, averaged over all budgets. "order" is the rank correlation of
-predicted loss and measured accuracy over the plans of a run; -1 is a perfect prediction. "uniform" is the same network
-with one width everywhere; in brackets, the difference to the start.
+predicted loss and measured accuracy over the plans of a run; -1 is a perfect prediction. The plans are of all budgets,
+so a part of it is that more bits are better. "uniform" is the same network with one width everywhere; in brackets, the
+difference to the start.
 """
 
 

@@ -14,8 +14,10 @@ from bitdial import (
     TrainConfig,
     add_transitions,
     build_model,
+    code_exact,
     load,
     load_trainable,
+    measure_costs,
     prepare,
     read_artifact,
     recalibrate_norms,
@@ -170,6 +172,26 @@ def test_a_file_keeps_the_pairs(tmp_path: Path, transitions: str) -> None:
     }
 
 
+def test_both_forms_give_the_same_numbers_where_they_hold_the_same(tmp_path: Path) -> None:
+    """Live and code-exact."""
+    model = small_resnet((8, 4, 2)).eval()
+    statistics, full = add_transitions(model, "statistics"), add_transitions(model)
+    generator = torch.Generator().manual_seed(1)
+    for name, value in statistics.state_dict().items():
+        if ".sets." in name and value.is_floating_point():
+            value.add_(torch.rand(value.shape, generator=generator))
+    full.load_state_dict(statistics.state_dict())
+    plan = BitPlan({name: (8, 4, 2)[i % 3] for i, name in enumerate(feeders(model))})
+    found = []
+    for number, each in enumerate((statistics, full)):
+        save(each, tmp_path / f"{number}.safetensors")
+        live = load(tmp_path / f"{number}.safetensors")
+        set_bits(live, plan)
+        found.append((live(images()), code_exact(live)(images())))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_transitions_cost(tmp_path: Path) -> None:
     """Norms of 4 + 8 + 16 channels: three sets of four numbers and a count before, nine after, behind fed layers."""
     model = small_resnet((8, 4, 2))
@@ -187,8 +209,9 @@ def test_what_transitions_cost(tmp_path: Path) -> None:
     assert mixed["norms"] == 9 * (total - unpaired) + 3 * unpaired
     paired_statistics = 3 * (2 * 4 * 4 + 8) + 5 * (2 * 4 * 8 + 8) + 5 * (2 * 4 * 16 + 8)
     assert found["statistics"]["norms"] == 3 * total + (9 - 3) * paired_statistics
-    for form in forms:
+    for form, each in forms.items():
         assert found[form]["separate"] == plain["separate"]
+        assert measure_costs(each, images(1)).of(4)["bytes"] == plain["separate"][4]
         assert found[form]["norms_by_transitions"] == {name: each["norms"] for name, each in found.items()}
 
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from bitdial.config import check_choice
 
 TRANSITIONS = ("full", "statistics")
-AFFINE = ("weight", "bias")
 
 
 class SwitchableBatchNorm(nn.Module):
@@ -36,9 +35,9 @@ class SwitchableBatchNorm(nn.Module):
         """The names of the sets that have a tensor `part` of their own, in the order in which a file stores them."""
         return self.set_names()
 
-    def holder(self, part: str) -> str:
-        """The name of the set, one of `holders(part)`, whose tensor `part` is in use."""
-        return self.key
+    def row(self, part: str) -> int:
+        """Which of `holders(part)`, counted from 0, has the tensor `part` that is in use."""
+        return self.bit_choices.index(self.bits)
 
     def select_set(self, bits: int, fed_bits: int | None = None) -> None:
         """Change which set is in use: that of the own width; a transitional norm also goes by the feeding layer's."""
@@ -79,8 +78,8 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
         for fed, own in self.pairs():
             self.sets[f"{fed}-{own}"].load_state_dict(norm.sets[str(own)].state_dict())
             if transitions == "statistics":
-                for part in AFFINE:
-                    setattr(self.sets[f"{fed}-{own}"], part, getattr(self.sets[f"{self.bit_choices[0]}-{own}"], part))
+                holder, pair = self.sets[f"{self.bit_choices[0]}-{own}"], self.sets[f"{fed}-{own}"]
+                pair.weight, pair.bias = holder.weight, holder.bias
 
     def pairs(self) -> list[tuple[int, int]]:
         """(width of the feeding layer, own width) of each set, in the order of `set_names`."""
@@ -90,13 +89,15 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
         return [f"{fed}-{own}" for fed, own in self.pairs()]
 
     def holders(self, part: str) -> list[str]:
-        if self.transitions == "statistics" and part in AFFINE:
-            return [f"{self.bit_choices[0]}-{own}" for own in self.bit_choices]
-        return self.set_names()
+        return self.set_names()[: len(self.bit_choices)] if self._shares(part) else self.set_names()
 
-    def holder(self, part: str) -> str:
-        shared = self.transitions == "statistics" and part in AFFINE
-        return f"{self.bit_choices[0]}-{self.bits}" if shared else self.key
+    def row(self, part: str) -> int:
+        own, fed = self.bit_choices.index(self.bits), self.bit_choices.index(self.fed_bits)
+        return own if self._shares(part) else fed * len(self.bit_choices) + own
+
+    def _shares(self, part: str) -> bool:
+        """Whether the pairs of one own width share the tensor `part`, that of the first pair."""
+        return self.transitions == "statistics" and part in ("weight", "bias")
 
     @property
     def key(self) -> str:

@@ -163,7 +163,7 @@ class Seats:
             set_bits(self.model, plan)
             pairs = ((seat.layer.weight_bits, seat.layer.act_bits) for seat in self.layers.values())
             layers = [self.bit_choices.index(bits) for pair in pairs for bits in pair]
-            norms = [n.holders(part).index(n.holder(part)) for part in ("weight", "running_mean") for n in self.norms]
+            norms = [norm.row(part) for part in ("weight", "running_mean") for norm in self.norms]
             rows.append([*layers, *norms])
         self.choices.copy_(torch.tensor(rows))
 
