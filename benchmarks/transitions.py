@@ -120,19 +120,18 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "transitions-cpu.json")
     options = parser.parse_args()
-    rows = []
-    for seed in range(options.seeds):
-        rows += measure(seed, options.epochs, options.width, options.plans)
-    record = {
+    options.out.parent.mkdir(exist_ok=True)
+    record: dict[str, Any] = {
         "command": f"python benchmarks/transitions.py {' '.join(sys.argv[1:])}".strip(),
         "model": f"mobilenet_v2, width_mult {options.width}",
         "bit_choices": list(BIT_CHOICES),
         "device": f"CPU, {torch.get_num_threads()} thread(s), {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "rows": rows,
+        "rows": [],
     }
-    options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    for seed in range(options.seeds):  # a seed takes minutes, so what is there is kept
+        record["rows"] += measure(seed, options.epochs, options.width, options.plans)
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
