@@ -166,8 +166,10 @@ class JointStep:
             self.rate = self.device_rate.fill_(lr)
         if self.seats is not None:
             self.seats.choose(self.plans().values())
+        index = self.distiller.placed(index, self.device_rate.device)
         if self._can_record(inputs, targets):
-            report = cast(StepReport, self.graphs.run(self._all_widths, cast(Tensor, inputs), targets))
+            tensors = (cast(Tensor, inputs), targets, *(() if index is None else (index,)))
+            report = cast(StepReport, self.graphs.run(self._all_widths, *tensors))
         else:
             report = self._all_widths(inputs, targets, index)
         report.lr = lr
@@ -178,7 +180,7 @@ class JointStep:
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
-        alone = distributed.world_size() == 1 and self.config.distill != "progressive"
+        alone = distributed.world_size() == 1 and self.distiller.recordable
         fixed = self.sampler is None or self.seats is not None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
         return self.on_gpu and self.config.cuda_graph and alone and fixed and tensors
