@@ -280,6 +280,22 @@ def test_the_step_reports_the_mixed_loss(
         assert float(report.loss[bits]) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("autocast, dtype", [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_the_teacher_computes_in_the_type_of_the_student(
+    autocast: str | None,
+    dtype: torch.dtype,
+    make_model: Callable[..., nn.Module],
+    make_float: Callable[..., nn.Module],
+    make_images: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    teacher = make_float(seed=3)
+    seen: list[torch.dtype] = []
+    teacher.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    config = TrainConfig(epochs=1, distill="teacher", autocast=autocast)
+    JointStep(make_model(), config, steps_per_epoch=1, teacher=teacher)(*make_images(8))
+    assert seen == [dtype]
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 

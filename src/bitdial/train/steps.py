@@ -189,7 +189,8 @@ class JointStep:
         report = StepReport()
         inputs = self.fast.arranged(inputs)
         self.model.train()
-        self.distiller.begin(inputs)
+        with self._autocast():
+            self.distiller.begin(inputs)
         self._clear_gradients()
         for number, (bits, plan) in enumerate(self.plans().items()):
             if self.seats is None:
@@ -231,11 +232,13 @@ class JointStep:
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
-        device = next(self.model.parameters()).device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast is not None):
+        with self._autocast():
             output = call(self.fast, inputs)
             hard = self.loss_function(output, targets)
             return self.distiller.loss(hard, output, highest=highest, index=index), output
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device_rate.device.type, torch.bfloat16, enabled=self.config.autocast is not None)
 
     def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
