@@ -4,8 +4,8 @@
     python benchmarks/results_page.py            # links them
 
 Convergence and scale gradients are drawn from results/history-*.json (`bitdial train cifar10-resnet20 --history FILE`),
-where there are runs that differ only by ALRS; accuracies from results/cifar10-resnet20.json. The same files give the
-same figures.
+where there are runs that differ only by ALRS; accuracies from results/cifar10-resnet20.json; fronts of mixed plans from
+results/cifar10-*-mixed.json. The same files give the same figures.
 """
 
 import math
@@ -17,11 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import mixed_results
 import numpy as np
 import paper_numbers as paper
 import result_rows
+from mixed_results import MODELS
 from paper_numbers import Widths
-from results_page import MODELS, RESULTS, ROOT, is_plain, matches
+from results_page import RESULTS, ROOT, is_plain, matches
 
 from bitdial.errors import BitdialError, MissingDependencyError
 from bitdial.plots import GREY, MARKERS, PALETTE, STYLE, WIDTH, to_png
@@ -250,19 +252,54 @@ def mark(ax: "Axes", value: float, y: float, bits: int, **style: Any) -> None:
         ax.annotate(f"← {value:.1f}", (LEAST, y), (6, 0), textcoords="offset points", va="center", fontsize=8)
 
 
+def comparable(groups: list[mixed_results.Runs]) -> dict[str, list[mixed_results.Runs]]:
+    """By model and widths: the runs on the test set that differ from the first, plainest ones only by the sampling."""
+    found: dict[str, list[mixed_results.Runs]] = {}
+    for one in (one for one in groups if one.get("split") == "test"):
+        same = found.setdefault(f"{one.get('model')}-{''.join(map(str, one.widths))}", [])
+        if not same or {**one.settings, "sampling": same[0].get("sampling")} == same[0].settings:
+            same.append(one)
+    return found
+
+
+def fronts(groups: list[mixed_results.Runs]) -> "Figure":
+    """The best accuracy within a budget, a line for each sampling with the range over seeds; the start's widths."""
+    first = groups[0]
+    widths = ", ".join(map(str, first.widths))
+    figure, (ax,) = panels(f"{MODELS[first.get('model')]}, CIFAR-10: searched plans of widths {widths}", 1, 1, 3.6)
+    for number, one in enumerate(groups):
+        common = set.intersection(*({budget for budget, _ in run.front()} for run in one.runs))
+        values = [[value for budget, value in run.front() if budget in common] for run in one.runs]
+        color, marker = ((PALETTE[8], "o"), (PALETTE[5], "D"))[number % 2]
+        low, high = np.min(values, axis=0), np.max(values, axis=0)
+        ax.fill_between(sorted(common), low, high, color=color, alpha=0.15, linewidth=0)
+        ax.plot(sorted(common), np.mean(values, axis=0), marker=marker, markersize=4.5, color=color, label=one.label)
+    for bits in first.widths:
+        start = statistics.fmean(run.start(bits) for run in first.runs)
+        ax.plot([bits], [start], MARKERS[bits], color=GREY, fillstyle="none", markersize=8, label=f"start, {bits} bits")
+    ax.set_xlabel("average bits of a weight, at most")
+    ax.set_ylabel("test accuracy (%)")
+    ax.legend(loc="lower right")
+    return figure
+
+
 def main() -> int:
     """Draw every figure that there is data for; returns the exit code."""
     try:
         runs = [read_history(path) for path in sorted(RESULTS.glob("history-*.json"))]
         groups = result_rows.group(result_rows.read_rows(RESULTS / "cifar10-resnet20.json"))
-        draw_all(compare_alrs(runs), [one for one in groups if one.get("split") == "test"])
+        mixed = [row for name in mixed_results.FILES for row in mixed_results.read_rows(RESULTS / name)]
+        tested = [one for one in groups if one.get("split") == "test"]
+        draw_all(compare_alrs(runs), tested, comparable(mixed_results.group(mixed)))
     except (BitdialError, result_rows.WrongRows) as problem:
         print(problem, file=sys.stderr)
         return 1
     return 0
 
 
-def draw_all(pairs: dict[str, list[Run]], groups: list[result_rows.Group]) -> None:
+def draw_all(
+    pairs: dict[str, list[Run]], groups: list[result_rows.Group], mixed: dict[str, list[mixed_results.Runs]]
+) -> None:
     """Write the figures, and say which."""
     figures: dict[str, Callable[[], Figure]] = {}
     for name, runs in pairs.items():
@@ -272,6 +309,8 @@ def draw_all(pairs: dict[str, list[Run]], groups: list[result_rows.Group]) -> No
     for widths in sorted({one.widths for one in groups if len(one.widths) > 1}, reverse=True):
         drawing = partial(accuracies, methods_of(groups, widths), widths)
         figures[f"accuracy-resnet20-{''.join(map(str, widths))}"] = drawing
+    for name, found in mixed.items():
+        figures[f"front-{name}"] = partial(fronts, found)
     for name, draw in figures.items():
         FOLDER.mkdir(parents=True, exist_ok=True)
         styled(draw, FOLDER / f"{name}.png")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mixed_results
 import paper_numbers as paper
 import result_rows
 from paper_numbers import PaperLine, Widths
@@ -32,7 +33,6 @@ TARGETS: dict[Widths, dict[int, float]] = {
     paper.FOUR: {8: 93.0, 6: 93.0, 4: 92.8, 2: 91.0},
     paper.THREE: {4: 92.3, 3: 92.2, 2: 90.5},
 }
-MODELS = {"resnet20": "ResNet20", "mobilenetv2": "MobileNetV2"}
 # What dedicated models are compared with, where epochs, learning rate and the like are the same.
 JOINT = {"scheme": "double_rounding", "alrs": "relative"}
 
@@ -110,6 +110,11 @@ FIGURES = {
         "appendix): medians, quartiles (thick), and the 5th to the 95th percentile (thin) over the training.",
     ),
     "scale-gradients-act": (1, "The same for the activation scales."),
+    "front": (
+        6,
+        "The best accuracy within a budget of average bits, mean and range over seeds (the paper's Figure 6, here on "
+        "CIFAR-10); hollow markers are the start at one width everywhere.",
+    ),
     "accuracy": (2, "Accuracy by method and width, with the range over seeds; hollow markers are the paper's."),
 }
 
@@ -308,7 +313,9 @@ def figures_of(section: int, names: Iterable[str]) -> str:
     return links
 
 
-def make_page(rows: Iterable[Row], speed: Iterable[Row] = (), figures: Iterable[str] = ()) -> str:
+def make_page(
+    rows: Iterable[Row], speed: Iterable[Row] = (), figures: Iterable[str] = (), mixed: Iterable[Row] = ()
+) -> str:
     """The whole page as text."""
     groups = group(rows)
     tested = [one for one in groups if one.get("split") == "test"]
@@ -340,6 +347,9 @@ def make_page(rows: Iterable[Row], speed: Iterable[Row] = (), figures: Iterable[
         *([FLAGSHIP_TEXT, flagship_tables(best)] if best else []),
         MOBILENET,
         mobilenet_tables(mobile) if mobile else NO_RUN,
+        mixed_results.TEXT,
+        mixed_results.section(mixed) or NO_RUN,
+        figures_of(6, figures),
         SPEED,
         speed_table(speed) if speed else NO_RUN,
     ]
@@ -352,7 +362,7 @@ def held_out(groups: list[Group]) -> str:
     for model in sorted({one.get("model") for one in groups}, reverse=True):
         for widths, mine in by_widths([one for one in groups if one.get("model") == model]).items():
             head = columns(widths, "stored", "ALRS", "kd", last=("rate 0",))
-            parts.append(f"### {MODELS.get(model, model)}, widths {listed(widths)}: held-out images\n")
+            parts.append(f"### {mixed_results.MODELS.get(model, model)}, widths {listed(widths)}: held-out images\n")
             parts.append(table(head, map(our_cells, mine)))
     return "\n".join(parts)
 
@@ -380,7 +390,8 @@ def current_page() -> str:
     """The page that the files say."""
     rows = [row for name in ROWS for row in result_rows.read_rows(RESULTS / name)]
     figures = [path.name for path in (PAGE.parent / "figures").glob("*.png")]
-    return make_page(rows, result_rows.read_speed(RESULTS / "train-step-h200.json"), figures)
+    mixed = [row for name in mixed_results.FILES for row in mixed_results.read_rows(RESULTS / name)]
+    return make_page(rows, result_rows.read_speed(RESULTS / "train-step-h200.json"), figures, mixed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import bitdial
-from bitdial.artifact import amend
+from bitdial.artifact import amend, sizes
 from bitdial.cli import main
 
 
@@ -28,6 +28,21 @@ def test_inspect_shows_layers_sizes_and_digest(file, capsys) -> None:
     text = capsys.readouterr().out
     for word in ("double_rounding", "layer1.0.conv1", "narrow-acts", "50.00 %", "(checked)", "8-bit integer codes"):
         assert word in text.replace("\n", " "), word
+
+
+def test_inspect_says_what_norms_cost(file, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    mixed = bitdial.add_transitions(bitdial.load_trainable(file), "statistics")
+    bitdial.save(mixed, tmp_path / "mixed.safetensors")
+    size = sizes(bitdial.read_artifact(tmp_path / "mixed.safetensors"))
+    none, full, now = (
+        100 * size["norms_by_transitions"][form] / size["codes"] for form in ("none", "full", "statistics")
+    )
+    assert none < now < full
+    expected = f"without transitions {none:.1f} %, with those of statistics {now:.1f} %, with full ones {full:.1f} %"
+    for path, share in ((file, none), (tmp_path / "mixed.safetensors", now)):
+        assert main(["inspect", str(path)]) == 0
+        assert f"{share:.1f} % of the codes' bytes; {expected}" in capsys.readouterr().out
 
 
 def test_inspect_json_is_complete(file, capsys) -> None:

@@ -200,6 +200,7 @@ def test_sections_in_the_order_of_what_matters() -> None:
         "## 3. Distillation and components",
         "## 4. Dedicated models, and what joint training costs",
         "## MobileNetV2",
+        "## Mixed precision",
         "## Speed",
         "## Held-out images: used for choices",
     ]
@@ -217,7 +218,7 @@ def test_every_row_is_shown() -> None:
 
 def test_without_rows_each_section_says_so() -> None:
     page = script.make_page([])
-    assert page.count("\nNo run yet.\n") == 8
+    assert page.count("\nNo run yet.\n") == 9
     assert not lines(page, "|")
     for title in ("## 1.", "## 2.", "### Distillation", "### Components", "### Cost", "## MobileNetV2", "## Speed"):
         assert section(page, title).rstrip().endswith("No run yet.")

@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from bitdial.config import QuantConfig, Rule
+from bitdial.config import QuantConfig, Rule, check_choice
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import (
+    TRANSITIONS,
     UNKNOWN,
     ActivationQuantizer,
     QuantConv2d,
@@ -91,12 +92,16 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     return model
 
 
-def add_transitions(model: nn.Module) -> nn.Module:
+def add_transitions(model: nn.Module, transitions: str = "full") -> nn.Module:
     """A copy of the prepared `model` whose batch norms have a set for each pair of widths: see TransitionalBatchNorm.
 
-    Every pair starts from the set of the own width, so outputs stay what they are. A norm whose layer no quantised
-    layer feeds keeps one set per width.
+    With `transitions="statistics"` the pairs of one own width share weight and bias, which takes fewer bytes. Every
+    pair starts from the set of the own width, so outputs stay what they are. A norm whose layer no quantised layer
+    feeds keeps one set per width.
     """
+    check_choice("transitions", transitions, TRANSITIONS)
+    if any(isinstance(module, TransitionalBatchNorm) for module in model.modules()):
+        raise ConfigError("the model's batch norms have transitions already; add them to a model without")
     model = copy.deepcopy(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
     norms = {n: m for n, m in model.named_modules() if type(m) is SwitchableBatchNorm}
@@ -113,7 +118,7 @@ def add_transitions(model: nn.Module) -> nn.Module:
                 "transitional norm needs the widths of both"
             )
         if fed_by is not None:
-            new[norm] = TransitionalBatchNorm(norm, fed_by=fed_by)
+            new[norm] = TransitionalBatchNorm(norm, fed_by=fed_by, transitions=transitions)
     swap_modules(model, new)
     return model
 

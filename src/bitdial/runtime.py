@@ -101,7 +101,7 @@ def _fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], di
     if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):
         raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
-        entry = {k: v for k, v in artifact.norms[name].items() if k not in ("follows", "fed_by")}
+        entry = {k: v for k, v in artifact.norms[name].items() if k not in ("follows", "fed_by", "transitions")}
         if "SyncBatchNorm" in (entry["type"], type(norm).__name__):  # one trains on many devices what the other runs
             del entry["type"]
         if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
@@ -151,9 +151,10 @@ def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm
     entry = artifact.norms[name]
     made = SwitchableBatchNorm(norm, bit_choices=artifact.bit_choices, follows=entry["follows"])
     if entry["fed_by"] is not None:
-        made = TransitionalBatchNorm(made, fed_by=entry["fed_by"])
-    for i, key in enumerate(made.set_names()):
-        made.sets[key].load_state_dict({k: artifact.tensors[f"{name}/{k}"][i] for k in norm.state_dict()})
+        made = TransitionalBatchNorm(made, fed_by=entry["fed_by"], transitions=entry.get("transitions", "full"))
+    for part in norm.state_dict():
+        for key, row in zip(made.holders(part), artifact.tensors[f"{name}/{part}"], strict=True):
+            made.sets[key].state_dict()[part].copy_(row)
     return made
 
 

@@ -27,6 +27,7 @@ def check(path: Path, *, codes: int, scales: int, widths: int, separate: dict[in
         "tensors": tensors,
         "file": path.stat().st_size,
         "separate": separate,
+        "norms_by_transitions": dict.fromkeys(("none", "full", "statistics"), widths * NORM_SET),  # the stem feeds conv
     }
     assert tensors < found["file"]
 

@@ -175,13 +175,14 @@ def test_weight_only_layers(mixed: Callable[..., nn.Module], tmp_path: Path) -> 
         assert check_against(done.path, live, x) == 0
 
 
-def test_the_norm_set_of_the_setting_is_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transitions", ["full", "statistics"])
+def test_the_norm_set_of_the_setting_is_exported(tmp_path: Path, transitions: str) -> None:
     """Also a transitional norm's, which goes by the widths of two layers."""
     x = images(3, channels=1, size=8)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = prepare(build_model("cifar_resnet", blocks=1, width=4, in_channels=1).eval(), QuantConfig(), x)
-    model = add_transitions(model)
+    model = add_transitions(model, transitions)
     generator = torch.Generator().manual_seed(1)
     for name, value in model.named_parameters():
         if ".sets." in name:

@@ -66,10 +66,10 @@ def images(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(4, (3,), generator=generator).to(DEVICE)
 
 
-def network(*, transitions: bool = False, **settings: Any) -> nn.Module:
+def network(*, transitions: str | None = None, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
     model = prepare(Net().to(DEVICE), QuantConfig(bit_choices=BITS, **settings), images(0)[0])
-    return add_transitions(model) if transitions else model
+    return add_transitions(model, transitions) if transitions else model
 
 
 def stepper(model: nn.Module, *, seats: bool, **settings: Any) -> JointStep:
@@ -103,7 +103,9 @@ def assert_same(separate: dict[str, Tensor], seated: dict[str, Tensor]) -> None:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it is": ({}, {}),
-    "transitional norms": ({"transitions": True}, {}),
+    "transitional norms": ({"transitions": "full"}, {}),
+    "transitions of statistics only": ({"transitions": "statistics"}, {}),
+    "transitions of statistics only, sgd": ({"transitions": "statistics"}, {"optimizer": "sgd", "weight_decay": 0.1}),
     "lsq, a scale per width": ({"scheme": "lsq"}, {}),
     "nested, per tensor": ({"scheme": "nested", "per_channel": False}, {}),
     "signed": ({"activations": "signed"}, {}),
@@ -162,8 +164,9 @@ def test_clipping_counts_what_is_seated() -> None:
 
 
 @runs
-def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
-    model = network(transitions=True)
+@pytest.mark.parametrize("transitions", ["full", "statistics"])
+def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path, transitions: str) -> None:
+    model = network(transitions=transitions)
     twin = copy.deepcopy(model)
     whole = stepper(model, seats=True)
     for number in range(2 * STEPS):

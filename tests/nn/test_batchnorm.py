@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitdial.errors import ConfigError
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 
 BITS = (8, 4, 2)
@@ -121,16 +122,17 @@ def test_repr_says_what_it_follows() -> None:
 # --- transitions --------------------------------------------------------------------------------
 
 
-def transitional() -> tuple[SwitchableBatchNorm, TransitionalBatchNorm]:
+def transitional(transitions: str = "full") -> tuple[SwitchableBatchNorm, TransitionalBatchNorm]:
     """A switchable norm whose sets differ, and the transitional one made from it."""
     switch = switchable(trained_norm())
     for number, norm in enumerate(switch.sets.values()):
         nn.init.constant_(norm.bias, float(number))
-    return switch, TransitionalBatchNorm(switch, fed_by="conv0")
+    return switch, TransitionalBatchNorm(switch, fed_by="conv0", transitions=transitions)
 
 
-def test_every_pair_starts_as_the_set_of_the_own_width() -> None:
-    switch, pairs = transitional()
+@pytest.mark.parametrize("transitions", ["full", "statistics"])
+def test_every_pair_starts_as_the_set_of_the_own_width(transitions: str) -> None:
+    switch, pairs = transitional(transitions)
     x = randn(2, 3, 5, 5, seed=1)
     assert list(pairs.sets) == ["8-8", "8-4", "8-2", "4-8", "4-4", "4-2", "2-8", "2-4", "2-2"]
     switch.eval(), pairs.eval()
@@ -157,6 +159,35 @@ def test_only_the_pair_in_use_learns() -> None:
         assert moved == (key == "8-2")
         assert (norm.weight.grad is not None) == (key == "8-2")
     assert pairs.active is pairs.sets["8-2"]
+
+
+def test_pairs_of_statistics_share_what_learns_by_their_own_width() -> None:
+    _, pairs = transitional("statistics")
+    assert len(list(pairs.parameters())) == 2 * len(BITS)
+    pairs.select_set(2, 4)
+    assert pairs.holders("bias") == ["8-8", "8-4", "8-2"]
+    assert pairs.holders("running_mean") == pairs.set_names()
+    before = {key: copy.deepcopy(norm.state_dict()) for key, norm in pairs.sets.items()}
+    pairs(randn(4, 3, 5, 5, seed=2)).sum().backward()
+    for key, norm in pairs.sets.items():
+        assert (not torch.equal(before[key]["running_mean"], norm.running_mean)) == (key == "4-2")
+        assert (norm.weight.grad is not None) == (key in ("8-2", "4-2", "2-2"))
+    twin = copy.deepcopy(pairs)
+    assert twin.sets["4-2"].weight is twin.sets["8-2"].weight is not pairs.sets["8-2"].weight
+
+
+def test_rows_are_those_of_what_is_in_use() -> None:
+    for norm in (transitional("statistics")[1], *transitional()):
+        for fed, own in ((8, 8), (4, 2), (2, 4)):
+            norm.select_set(own, fed)
+            for part, value in norm.active.state_dict().items():
+                holder = norm.sets[norm.holders(part)[norm.row(part)]]
+                assert holder.state_dict()[part].data_ptr() == value.data_ptr()
+
+
+def test_transitions_that_are_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"transitions='none' is not known; choose one of 'full', 'statistics'"):
+        transitional("none")
 
 
 def test_without_a_feeding_width_the_pair_is_the_own_one_twice() -> None:

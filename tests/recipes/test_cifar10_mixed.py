@@ -2,6 +2,7 @@
 
 import json
 from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from bitdial import load, read_artifact, set_bits
+from bitdial.artifact import amend
 from bitdial.cli import main
 from bitdial.errors import ConfigError
 from bitdial.recipes import RECIPES, RecipeOptions, cifar10
 from bitdial.recipes.cifar10 import cifar10_data
+from bitdial.sensitivity import LayerSensitivity, Sensitivity
 from bitdial.train import accuracy, batched
 
 training, mixed = (import_module(f"bitdial.recipes.cifar10_{name}") for name in ("training", "mixed"))
@@ -24,7 +27,9 @@ pytest.importorskip("highspy")
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small file of the recipe that the mixed one goes on from, in a folder with a few images."""
     monkeypatch.setattr(cifar10, "HELD_OUT", 8)
-    monkeypatch.setattr(training, "NETWORKS", {"resnet20": ("cifar_resnet", {"blocks": 1, "width": 4})})
+    mobile = {"num_classes": 10, "small_input": True, "dropout": 0.0, "width_mult": 0.1}
+    small = {"resnet20": ("cifar_resnet", {"blocks": 1, "width": 4}), "mobilenetv2": ("mobilenet_v2", mobile)}
+    monkeypatch.setattr(training, "NETWORKS", small)
     for module in (training, mixed):
         monkeypatch.setattr(module, "BATCH", 8)
         monkeypatch.setattr(module, "run_device", lambda: torch.device("cpu"))
@@ -91,6 +96,31 @@ def test_what_does_not_go_together(start: Path, changes: dict[str, Any], words: 
         RECIPES["cifar10-resnet20-mixed"](options(start, **changes))
 
 
+@pytest.mark.parametrize("transitions", ["statistics", "none"])
+def test_other_transitions_are_in_the_row_and_in_the_file(start: Path, transitions: str) -> None:
+    outcome = RECIPES["cifar10-resnet20-mixed"](options(start, epochs=1, transitions=transitions))
+    rows = json.loads((start.parents[1] / "mixed.json").read_text())
+    assert {row["transitions"] for row in rows} == {transitions}
+    assert f"transitions={transitions}" in outcome.artifact.name
+    norm = read_artifact(outcome.artifact).norms["layer1.0.bn2"]
+    expected = {"statistics": ("layer1.0.conv1", "statistics"), "none": (None, None)}
+    assert (norm["fed_by"], norm.get("transitions")) == expected[transitions]
+
+
+def test_mobilenetv2(start: Path) -> None:
+    folder = start.parents[1]
+    first = RecipeOptions(out=folder / "run", data=folder, epochs=1, bit_choices=(4, 2), progress=False)
+    file = RECIPES["cifar10-mobilenetv2"](first).artifact
+    with pytest.raises(ConfigError, match="was not written by `bitdial train cifar10-mobilenetv2`"):
+        RECIPES["cifar10-mobilenetv2-mixed"](options(start))
+    layers = read_artifact(file).layers.items()
+    traces = {n: LayerSensitivity(trace=1.0, error=0.1, parameters=prod(e["shape"]), samples=2) for n, e in layers}
+    amend(file, sensitivity=Sensitivity(layers=traces, images=8))  # so that it need not be measured
+    RECIPES["cifar10-mobilenetv2-mixed"](options(file, epochs=1, transitions="statistics"))
+    row = json.loads((folder / "mixed.json").read_text())[-1]
+    assert (row["model"], row["transitions"], row["bit_choices"]) == ("mobilenetv2", "statistics", [4, 2])
+
+
 def test_other_files_and_other_recipes(start: Path, tmp_path: Path) -> None:
     model = RECIPES["digits"](RecipeOptions(out=tmp_path / "digits", epochs=1, progress=False))
     with pytest.raises(ConfigError, match="was not written by `bitdial train cifar10-resnet20`"):
@@ -103,3 +133,7 @@ def test_other_files_and_other_recipes(start: Path, tmp_path: Path) -> None:
         options(start, sampling="none")
     with pytest.raises(ConfigError, match="need --sampling"):
         RecipeOptions(out=tmp_path, sigma=0.1)
+    with pytest.raises(ConfigError, match="--transitions needs --sampling"):
+        RecipeOptions(out=tmp_path, transitions="none")
+    with pytest.raises(ConfigError, match="transitions='half' is not known"):
+        options(start, transitions="half")

@@ -193,20 +193,27 @@ class _Checker:
 
     def _norm(self, name: str, entry: Any) -> None:
         label = f"norm {name!r}"
-        _fields(label, entry, _NORM)
+        shared = {"transitions": str} if isinstance(entry, dict) and "transitions" in entry else {}
+        _fields(label, entry, {**_NORM, **shared})
         if entry["follows"] not in self.artifact.layers:
             raise ArtifactError(f"{label}: it follows {entry['follows']!r}, which is not a quantised layer")
         if not _sizes((entry["num_features"],)) or not 0 <= entry["eps"] < math.inf:
             raise ArtifactError(f"{label}: num_features and eps must be positive")
-        sets = len(self.artifact.bit_choices)
+        if shared and (entry["transitions"] != "statistics" or entry["fed_by"] is None):
+            raise ArtifactError(
+                f"{label}: transitions={entry['transitions']!r} with fed_by={entry['fed_by']!r}; expected 'statistics' "
+                "and a layer, or no such field"
+            )
+        sets = affine_sets = len(self.artifact.bit_choices)
         if entry["fed_by"] is not None:
             if entry["fed_by"] not in self.artifact.layers:
                 raise ArtifactError(f"{label}: it goes by {entry['fed_by']!r}, which is not a quantised layer")
             sets **= 2
+            affine_sets = affine_sets if shared else sets
         shape = (sets, entry["num_features"])
         if entry["affine"]:
-            self._tensor(f"{name}/weight", torch.float32, shape)
-            self._tensor(f"{name}/bias", torch.float32, shape)
+            self._tensor(f"{name}/weight", torch.float32, (affine_sets, entry["num_features"]))
+            self._tensor(f"{name}/bias", torch.float32, (affine_sets, entry["num_features"]))
         if entry["track_running_stats"]:
             self._tensor(f"{name}/running_mean", torch.float32, shape)
             if bool((self._tensor(f"{name}/running_var", torch.float32, shape) < 0).any()):

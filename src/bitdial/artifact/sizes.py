@@ -4,12 +4,14 @@ import math
 from typing import Any
 
 from bitdial.artifact.format import FLOAT, Artifact
+from bitdial.nn import TRANSITIONS, UNKNOWN
 
 
 def sizes(artifact: Artifact) -> dict[str, Any]:
     """Bytes of the tensors by what they are, of the file, and of `separate` files that would each hold one width.
 
     A separate file counts that width's packed codes, its scales, its norm set and the float layers.
+    `norms_by_transitions` is what the norms take, or would take, without transitions and with each kind of them.
     """
     parts = {"codes": 0, "scales": 0, "norms": 0, "float": 0}
     one_set = 0
@@ -27,7 +29,28 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
             one += 4 * entry["shape"][0] if entry["bias"] else 0
             one += {"float": 0, "asymmetric": 5}.get(entry["activations"], 4)
         separate[bits] = one
-    return {**parts, "tensors": sum(parts.values()), "file": artifact.file_bytes, "separate": separate}
+    return {
+        **parts,
+        "tensors": sum(parts.values()),
+        "file": artifact.file_bytes,
+        "separate": separate,
+        "norms_by_transitions": _norms_by_transitions(artifact),
+    }
+
+
+def _norms_by_transitions(artifact: Artifact) -> dict[str, int]:
+    """A norm has pairs if a quantised layer feeds the one that it follows, as `add_transitions` does it."""
+    widths = len(artifact.bit_choices)
+    found = dict.fromkeys(("none", *TRANSITIONS), 0)
+    for entry in artifact.norms.values():
+        affine = 2 * 4 * entry["num_features"] if entry["affine"] else 0
+        statistics = 2 * 4 * entry["num_features"] + 8 if entry["track_running_stats"] else 0
+        unpaired = artifact.layers[entry["follows"]]["fed_by"] in (None, UNKNOWN)
+        pairs = widths if unpaired else widths**2
+        found["none"] += widths * (affine + statistics)
+        found["statistics"] += widths * affine + pairs * statistics
+        found["full"] += pairs * (affine + statistics)
+    return found
 
 
 def _kind(artifact: Artifact, name: str) -> str:

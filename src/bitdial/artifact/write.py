@@ -21,7 +21,7 @@ from bitdial.artifact.format import (
 from bitdial.container import write_container
 from bitdial.errors import ArtifactError, PlanError
 from bitdial.models import MODELS
-from bitdial.nn import QuantLayer, SwitchableBatchNorm, TransitionalBatchNorm
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.packing import pack_bytes
 from bitdial.plan import BitPlan, resolve_plan, unwrap
 from bitdial.sensitivity import Sensitivity
@@ -56,8 +56,9 @@ def save(
     norm_table: dict[str, Any] = {}
     for name, norm in norms.items():
         tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(name, norm).items()}
-        fed_by = norm.fed_by if isinstance(norm, TransitionalBatchNorm) else None
-        norm_table[name] = norm_table_entry(norm.active) | {"follows": norm.follows, "fed_by": fed_by}
+        norm_table[name] = norm_table_entry(norm.active) | {"follows": norm.follows, "fed_by": norm.fed_by}
+        if norm.transitions == "statistics":
+            norm_table[name]["transitions"] = norm.transitions
     floats, aliases = float_state(model, (*layers.values(), *norms.values()))
     tensors |= {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
     for name, tensor in tensors.items():
@@ -134,8 +135,8 @@ def _layer_parts(
 
 
 def _norm_parts(name: str, norm: SwitchableBatchNorm) -> dict[str, Tensor]:
-    sets = [norm.sets[key].state_dict() for key in norm.set_names()]
-    for value in (v for s in sets for v in s.values()):
+    sets = {key: each.state_dict() for key, each in norm.sets.items()}
+    for value in (v for s in sets.values() for v in s.values()):
         if value.is_floating_point() and value.dtype != torch.float32:
             raise ArtifactError(f"norm {name!r} is {value.dtype}; convert the model with .float() first")
-    return {key: torch.stack([s[key] for s in sets]) for key in sets[0]}
+    return {part: torch.stack([sets[key][part] for key in norm.holders(part)]) for part in sets[norm.key]}

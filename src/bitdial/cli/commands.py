@@ -22,7 +22,7 @@ from bitdial.config import SCALE_GRADIENTS, STARTS
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
 from bitdial.plan import BitPlan, LayerBits, set_bits
-from bitdial.recipes import RECIPES, TEACHERS, TEST_DATA, RecipeOptions
+from bitdial.recipes import NORM_FORMS, RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
@@ -157,11 +157,16 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     joint.add_argument("--distill-weight", type=float, help="share of the soft loss (default: %(default)s)")
     joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: %(default)s)")
 
-    mixed = train.add_argument_group("the mixed-precision stage (cifar10-resnet20-mixed)")
-    mixed.add_argument("--start-from", type=Path, metavar="FILE", help="what cifar10-resnet20 wrote")
+    mixed = train.add_argument_group("the mixed-precision stage (recipes that end in -mixed)")
+    mixed.add_argument("--start-from", type=Path, metavar="FILE", help="what the recipe without -mixed wrote")
     mixed.add_argument("--sampling", choices=SAMPLINGS, help="how layers are drawn anew (default: %(default)s)")
     mixed.add_argument("--sigma", type=float, help="the share of layers drawn anew at the end (default: %(default)s)")
     mixed.add_argument("--sigma-warmup", type=positive, help="epochs without any at first (default: %(default)s)")
+    mixed.add_argument(
+        "--transitions",
+        choices=NORM_FORMS,
+        help="what norms have for each pair of widths: all, statistics or nothing (default: %(default)s)",
+    )
     defaults = {f.name: f.default for f in dataclasses.fields(RecipeOptions) if f.default is not dataclasses.MISSING}
     train.set_defaults(run=_train, **defaults)
 
@@ -310,6 +315,7 @@ def _inspect(options: argparse.Namespace) -> None:
             f"{size['file']:,} bytes (codes {size['codes']:,}, scales {size['scales']:,}, norms "
             f"{size['norms']:,}, float layers {size['float']:,})",
         ],
+        ["norms", _describe_norms(size)],
         ["plans", ", ".join(artifact.plans) or "none"],
         ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
@@ -338,6 +344,18 @@ def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPla
             f"({', '.join(artifact.plans) or 'the file has none'})"
         )
     return artifact.plans[setting]
+
+
+def _describe_norms(size: dict[str, Any]) -> str:
+    """What the norms cost against the weights, as they are and with transitions (see add_transitions)."""
+    forms = size["norms_by_transitions"]
+    if not size["norms"]:
+        return "none with a set per width"
+    shares = {name: f"{100 * value / size['codes']:.1f} %" for name, value in forms.items()}
+    return (
+        f"{100 * size['norms'] / size['codes']:.1f} % of the codes' bytes; without transitions {shares['none']}, with "
+        f"those of statistics {shares['statistics']}, with full ones {shares['full']}"
+    )
 
 
 def _describe(architecture: dict[str, Any]) -> str:

@@ -5,12 +5,19 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from bitdial.config import check_choice
+
+TRANSITIONS = ("full", "statistics")
+
 
 class SwitchableBatchNorm(nn.Module):
     """One plain batch norm per width in `sets`; the width is that of the weights of the layer named `follows`.
 
     Statistics differ from width to width, so sharing one set is what breaks low widths first.
     """
+
+    fed_by: str | None = None
+    transitions: str | None = None
 
     def __init__(self, norm: nn.Module, *, bit_choices: tuple[int, ...], follows: str):
         super().__init__()
@@ -23,6 +30,14 @@ class SwitchableBatchNorm(nn.Module):
     def set_names(self) -> list[str]:
         """The names of the sets, in the order in which a file stores them."""
         return [str(bits) for bits in self.bit_choices]
+
+    def holders(self, part: str) -> list[str]:
+        """The names of the sets that have a tensor `part` of their own, in the order in which a file stores them."""
+        return self.set_names()
+
+    def row(self, part: str) -> int:
+        """Which of `holders(part)`, counted from 0, has the tensor `part` that is in use."""
+        return self.bit_choices.index(self.bits)
 
     def select_set(self, bits: int, fed_bits: int | None = None) -> None:
         """Change which set is in use: that of the own width; a transitional norm also goes by the feeding layer's."""
@@ -50,15 +65,21 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
     """One plain batch norm for each pair: the width of the layer that feeds `follows`, and that of `follows` itself.
 
     In a mixed plan neighbours have different widths, and what a norm sees depends on both (Bit-Mixer). `fed_by` is the
-    layer that feeds `follows`.
+    layer that feeds `follows`. `transitions` says what a pair has of its own: everything ("full"), or its statistics
+    only ("statistics"). Then the pairs of one own width share weight and bias, which act on what is normalised already;
+    a pass in training mode is the same as with one set per width.
     """
 
-    def __init__(self, norm: SwitchableBatchNorm, *, fed_by: str):
+    def __init__(self, norm: SwitchableBatchNorm, *, fed_by: str, transitions: str = "full"):
         """Starts every pair from the set that `norm` has for the own width."""
+        check_choice("transitions", transitions, TRANSITIONS)
         super().__init__(norm.sets[norm.set_names()[0]], bit_choices=norm.bit_choices, follows=norm.follows)
-        self.fed_by = fed_by
+        self.fed_by, self.transitions = fed_by, transitions
         for fed, own in self.pairs():
             self.sets[f"{fed}-{own}"].load_state_dict(norm.sets[str(own)].state_dict())
+            if transitions == "statistics":
+                holder, pair = self.sets[f"{self.bit_choices[0]}-{own}"], self.sets[f"{fed}-{own}"]
+                pair.weight, pair.bias = holder.weight, holder.bias
 
     def pairs(self) -> list[tuple[int, int]]:
         """(width of the feeding layer, own width) of each set, in the order of `set_names`."""
@@ -67,9 +88,20 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
     def set_names(self) -> list[str]:
         return [f"{fed}-{own}" for fed, own in self.pairs()]
 
+    def holders(self, part: str) -> list[str]:
+        return self.set_names()[: len(self.bit_choices)] if self._shares(part) else self.set_names()
+
+    def row(self, part: str) -> int:
+        own, fed = self.bit_choices.index(self.bits), self.bit_choices.index(self.fed_bits)
+        return own if self._shares(part) else fed * len(self.bit_choices) + own
+
+    def _shares(self, part: str) -> bool:
+        """Whether the pairs of one own width share the tensor `part`, that of the first pair."""
+        return self.transitions == "statistics" and part in ("weight", "bias")
+
     @property
     def key(self) -> str:
         return f"{self.fed_bits}-{self.bits}"
 
     def extra_repr(self) -> str:
-        return f"follows={self.follows!r}, fed_by={self.fed_by!r}"
+        return f"follows={self.follows!r}, fed_by={self.fed_by!r}, transitions={self.transitions!r}"

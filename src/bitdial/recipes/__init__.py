@@ -4,16 +4,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from bitdial.recipes.cifar10_mixed import cifar10_resnet20_mixed
+from bitdial.recipes.cifar10_mixed import cifar10_mobilenetv2_mixed, cifar10_resnet20_mixed
 from bitdial.recipes.cifar10_training import cifar10_mobilenetv2, cifar10_resnet20
 from bitdial.recipes.digits import digits, digits_test
-from bitdial.recipes.outcome import TEACHERS, RecipeOptions, RecipeOutcome
+from bitdial.recipes.outcome import NORM_FORMS, TEACHERS, RecipeOptions, RecipeOutcome
 
 RECIPES: dict[str, Callable[[RecipeOptions], RecipeOutcome]] = {
     "digits": digits,
     "cifar10-resnet20": cifar10_resnet20,
     "cifar10-mobilenetv2": cifar10_mobilenetv2,
     "cifar10-resnet20-mixed": cifar10_resnet20_mixed,
+    "cifar10-mobilenetv2-mixed": cifar10_mobilenetv2_mixed,
 }
 INPUT_SHAPES: dict[str, tuple[int, ...]] = {
     "digits": (1, 8, 8),
@@ -22,4 +23,4 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {
 }
 TEST_DATA: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {"digits": digits_test}
 
-__all__ = ["INPUT_SHAPES", "RECIPES", "TEACHERS", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]
+__all__ = ["INPUT_SHAPES", "NORM_FORMS", "RECIPES", "TEACHERS", "TEST_DATA", "RecipeOptions", "RecipeOutcome"]

@@ -41,8 +41,18 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
     plans, by names such as "3.0 bits". Plans are chosen by the search alone; the images that they are evaluated on (the
     test set, or with `options.holdout` those held out) decide nothing.
     """
+    return _train_mixed("resnet20", options)
+
+
+def cifar10_mobilenetv2_mixed(options: RecipeOptions) -> RecipeOutcome:
+    """The same for a file that `cifar10-mobilenetv2` wrote."""
+    return _train_mixed("mobilenetv2", options)
+
+
+def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
     require_highspy()
-    start = _read_start(options)
+    recipe = f"cifar10-{network}"
+    start = _read_start(recipe, options)
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=EPOCHS, lr=LR, batch=BATCH)
     settings["bit_choices"] = start.bit_choices
     device = run_device()
@@ -52,14 +62,14 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         before = load_trainable(start).to(device)
         sensitivity = start.sensitivity or _sensitivity(before, images, options)
-        model = add_transitions(before)
+        model = before if options.transitions == "none" else add_transitions(before, options.transitions)
         run = run_name(f"mixed-{start.digest[:8]}", changed)
         checkpoint = options.out / f"{run}.ckpt"
         history = train(
             model,
             augmented(images, settings["batch"], options.seed),
             config,
-            teacher=_teacher(options, images, settings),
+            teacher=_teacher(network, options, images, settings),
             sensitivity=sensitivity,
             checkpoint=checkpoint,
             progress=options.progress,
@@ -70,7 +80,7 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
         measured = evaluate_plans(model, found, test, accuracy, progress=options.progress)
     artifact = options.out / f"{run}.safetensors"
     metrics = {
-        "recipe": "cifar10-resnet20",
+        "recipe": recipe,
         "holdout": options.holdout,
         "float_top1": start.metrics["float_top1"],
         "top1": {str(b): v for b, v in top1.items()},
@@ -78,8 +88,9 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
     plans = {f"{one.budgets['average_bits']:.3g} bits": one.plan for one in found}
     save(model, artifact, metrics=metrics, plans=plans, sensitivity=sensitivity)
     if options.results is not None:
+        others = changed if network == "resnet20" else {"model": network, **changed}
         for one in found:
-            row = _row(settings, changed, one, measured[one.plan], metrics, start) | where_it_ran(device, history)
+            row = _row(settings, others, one, measured[one.plan], metrics, start) | where_it_ran(device, history)
             add_result(options.results, row | {"command": options.command})
     checkpoint.unlink()
     return RecipeOutcome(
@@ -93,16 +104,16 @@ def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
     )
 
 
-def _read_start(options: RecipeOptions) -> Artifact:
-    """The file to start from, if it goes with the options."""
+def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
+    """The file of `recipe` to start from, if it goes with the options."""
     if options.start_from is None:
         raise ConfigError(
-            "this recipe goes on from a file that cifar10-resnet20 wrote, with sampled plans: say --start-from FILE "
+            f"this recipe goes on from a file that {recipe} wrote, with sampled plans: say --start-from FILE "
             "and --sampling hasb (or random)"
         )
     start = read_artifact(options.start_from)
-    if start.metrics.get("recipe") != "cifar10-resnet20" or "holdout" not in start.metrics:
-        raise ConfigError(f"{options.start_from} was not written by `bitdial train cifar10-resnet20`")
+    if start.metrics.get("recipe") != recipe or "holdout" not in start.metrics:
+        raise ConfigError(f"{options.start_from} was not written by `bitdial train {recipe}`")
     if start.metrics["holdout"] != options.holdout:
         raise ConfigError(
             f"{options.start_from} was trained {'with' if start.metrics['holdout'] else 'without'} --holdout, and this "
@@ -124,10 +135,10 @@ def _sensitivity(model: nn.Module, images: Split, options: RecipeOptions) -> Sen
     return hessian_trace(model, batches, generator=generator, progress=options.progress)
 
 
-def _teacher(options: RecipeOptions, images: Split, settings: dict[str, Any]) -> nn.Module | None:
+def _teacher(network: str, options: RecipeOptions, images: Split, settings: dict[str, Any]) -> nn.Module | None:
     if options.distill != "teacher":
         return None
-    return float_network(options.teacher or "resnet20", images, settings, options.out)
+    return float_network(options.teacher or network, images, settings, options.out)
 
 
 def _search(

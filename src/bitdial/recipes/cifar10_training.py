@@ -60,7 +60,7 @@ def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
 
 def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     if options.start_from is not None:
-        raise ConfigError("--start-from and --sampling are for the recipe cifar10-resnet20-mixed")
+        raise ConfigError(f"--start-from and --sampling are for the recipe cifar10-{network}-mixed")
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
     device = run_device()

@@ -14,9 +14,11 @@ from bitdial.config import Config, QuantConfig, check_choice
 from bitdial.container import replacing
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import scheme_of
+from bitdial.nn import TRANSITIONS
 from bitdial.train import History, TrainConfig
 
 TEACHERS = ("resnet56",)
+NORM_FORMS = (*TRANSITIONS, "none")
 _NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress")
 
 
@@ -60,6 +62,7 @@ class RecipeOptions:
     sampling: str = TrainConfig.sampling
     sigma: float = TrainConfig.sigma
     sigma_warmup: int = TrainConfig.sigma_warmup
+    transitions: str = "full"  # of the norms, as `add_transitions` has them; "none": one set per width
     distill: str = TrainConfig.distill
     teacher: str | None = None  # None: the student's own float model
     distill_weight: float = TrainConfig.distill_weight
@@ -68,6 +71,7 @@ class RecipeOptions:
     def __post_init__(self) -> None:
         if self.teacher is not None:
             check_choice("teacher", self.teacher, TEACHERS)
+        check_choice("transitions", self.transitions, NORM_FORMS)
         soft = (self.distill_weight, self.temperature) != (TrainConfig.distill_weight, TrainConfig.temperature)
         drawn = (self.sigma, self.sigma_warmup) != (TrainConfig.sigma, TrainConfig.sigma_warmup)
         own_scale_steps = self.scale_lr is not None or self.scale_state != TrainConfig.scale_state
@@ -76,6 +80,7 @@ class RecipeOptions:
                 (self.start_from is None) != (self.sampling == "none")
             ),
             "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
+            "--transitions needs --sampling": self.transitions != "full" and self.sampling == "none",
             "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
             "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
             "--distill in_place needs a lower width to teach: give --bits two or more": (

@@ -116,8 +116,10 @@ def _run(step: JointStep) -> dict[str, Any]:
 
 
 def _layers(step: JointStep) -> dict[str, list[Any]]:
-    """What decides the codes of each layer and shows in no tensor."""
-    return {
+    """What decides the codes of each layer, and which norms share parameters: it shows in no tensor."""
+    norms = unwrap(step.model).named_modules()
+    shared = {n: [m.transitions] for n, m in norms if getattr(m, "transitions", None) == "statistics"}
+    return shared | {
         name: [
             layer.weight_quantizer.scheme,
             layer.weight_quantizer.ties,

@@ -81,7 +81,8 @@ class Seats:
         layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
         self.bit_choices = layers[0].bit_choices
         device = layers[0].weight.device
-        self.current = torch.zeros(2 * len(layers) + len(self.norms), dtype=torch.int64, device=device)
+        # A column for each weight scale and activation scale, then for each norm's weight and bias, then statistics.
+        self.current = torch.zeros(2 * len(layers) + 2 * len(self.norms), dtype=torch.int64, device=device)
         self.choices = self.current.repeat(len(self.bit_choices), 1)
         self.layers: dict[nn.Module, LayerSeat] = {}
         self.stand_ins: dict[nn.Module, nn.Module] = {}
@@ -120,13 +121,13 @@ class Seats:
             seat.act_scale = _seat(self.scales, column + 1, [act.scales[str(b)] for b in layer.bit_choices])
 
     def _seat_norm(self, norm: SwitchableBatchNorm, column: int) -> None:
-        sets = [norm.sets[name] for name in norm.set_names()]
-        stand_in = self.stand_ins[norm] = copy.deepcopy(sets[0]).train()
-        for name in ("weight", "bias"):
-            setattr(stand_in, name, _seat(self.weights, column, [s.get_parameter(name) for s in sets]))
-        for name in ("running_mean", "running_var"):
-            buffers = [s.get_buffer(name) for s in sets]
-            self.statistics.append(_Family(column, buffers, stand_in.get_buffer(name)))
+        stand_in = self.stand_ins[norm] = copy.deepcopy(norm.active).train()
+        for part in ("weight", "bias"):
+            parameters = [norm.sets[name].get_parameter(part) for name in norm.holders(part)]
+            setattr(stand_in, part, _seat(self.weights, column, parameters))
+        for part in ("running_mean", "running_var"):
+            buffers = [norm.sets[name].get_buffer(part) for name in norm.holders(part)]
+            self.statistics.append(_Family(column + len(self.norms), buffers, stand_in.get_buffer(part)))
 
     def adopt(self) -> None:
         """Make the tensors of model and optimizers views of `sets`; again after tensors were replaced by others."""
@@ -162,7 +163,8 @@ class Seats:
             set_bits(self.model, plan)
             pairs = ((seat.layer.weight_bits, seat.layer.act_bits) for seat in self.layers.values())
             layers = [self.bit_choices.index(bits) for pair in pairs for bits in pair]
-            rows.append([*layers, *(norm.set_names().index(norm.key) for norm in self.norms)])
+            norms = [norm.row(part) for part in ("weight", "running_mean") for norm in self.norms]
+            rows.append([*layers, *norms])
         self.choices.copy_(torch.tensor(rows))
 
     @torch.no_grad()
