@@ -190,7 +190,7 @@ def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None
     [
         (["--bits", "5"], "bits=5 is not in bit_choices (8, 6, 4, 2)"),
         (["--bits", "wide"], "'wide' is not a bit-width and not the name of a stored plan"),
-        (["--bits", "none.json"], "--bits none.json: not a plan"),
+        (["--bits", "none.json"], "cannot read none.json: No such file"),
         (["--bits", "4", "--input", "3x8x8"], "the model does not run on the sample"),
     ],
 )

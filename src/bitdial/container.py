@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from bitdial.errors import BitdialError
+from bitdial.errors import BitdialError, ConfigError
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -96,6 +96,16 @@ def write_json(path: str | os.PathLike[str], values: Any) -> None:
     """Write JSON `values` to `path` atomically; BitdialError if that fails."""
     with replacing(Path(path), error=BitdialError) as temporary:
         temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The JSON values in the file at `path`; ConfigError names it and what is wrong."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ConfigError(f"{path} is not a JSON file: {problem}") from problem
 
 
 def _flush(path: Path) -> None:

@@ -1,16 +1,14 @@
 """How much the loss minds a change of each layer: what `hessian_trace` found, as numbers to keep and to hand on."""
 
-import json
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 from bitdial.config import Config
-from bitdial.container import write_json
+from bitdial.container import read_json, write_json
 from bitdial.errors import ConfigError
 
 
@@ -87,12 +85,7 @@ class Sensitivity(_Stored):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Sensitivity":
         """Read what `save` wrote; ConfigError names the file and what is wrong with it."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as problem:
-            raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
-        except (ValueError, RecursionError) as problem:
-            raise ConfigError(f"{path} is not a JSON file: {problem}") from problem
+        values = read_json(path)
         try:
             return cls.from_dict(values)
         except ConfigError as problem:

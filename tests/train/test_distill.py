@@ -1,6 +1,7 @@
 """Distillation: every kind against losses computed by hand, and tables keyed by sample."""
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -279,6 +280,22 @@ def test_the_step_reports_the_mixed_loss(
         assert float(report.loss[bits]) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("autocast, dtype", [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_the_teacher_computes_in_the_type_of_the_student(
+    autocast: str | None,
+    dtype: torch.dtype,
+    make_model: Callable[..., nn.Module],
+    make_float: Callable[..., nn.Module],
+    make_images: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    teacher = make_float(seed=3)
+    seen: list[torch.dtype] = []
+    teacher.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    config = TrainConfig(epochs=1, distill="teacher", autocast=autocast)
+    JointStep(make_model(), config, steps_per_epoch=1, teacher=teacher)(*make_images(8))
+    assert seen == [dtype]
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -297,13 +314,34 @@ def test_progressive_needs_the_number_of_samples() -> None:
 
 def test_progressive_needs_indices() -> None:
     with pytest.raises(TrainingError, match="index"):
-        distiller("progressive", samples=2).loss(HARD, LOGITS, highest=True, index=None)
+        distiller("progressive", samples=2).placed(None, torch.device("cpu"))
+    assert distiller("in_place").placed(torch.tensor([7]), torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("index", [[0, 2], [-1, 0]])
 def test_an_index_out_of_range(index: list[int]) -> None:
     with pytest.raises(TrainingError, match=r"outside 0\.\.1"):
-        see(distiller("progressive", samples=2), LOGITS, index)
+        distiller("progressive", samples=2).placed(torch.tensor(index), torch.device("cpu"))
+
+
+def test_the_step_checks_indices(
+    make_model: Callable[..., nn.Module], make_images: Callable[..., tuple[Tensor, Tensor]]
+) -> None:
+    step = JointStep(make_model(), TrainConfig(epochs=1, distill="progressive"), steps_per_epoch=1, samples=8)
+    with pytest.raises(TrainingError, match="needs batches"):
+        step(*make_images(8))
+    with pytest.raises(TrainingError, match=r"outside 0\.\.7"):
+        step(*make_images(8), torch.arange(1, 9))
+    step(*make_images(8), torch.arange(8))
+
+
+def test_large_tables_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = torch.zeros(2, 3, device="meta")  # in place of a GPU
+    for largest, home in ((8 * 4 * 3, "meta"), (8 * 4 * 3 - 1, "cpu")):
+        monkeypatch.setattr(sys.modules[Distiller.__module__], "LARGEST_TABLES", largest)
+        progressive = distiller("progressive", samples=4)
+        assert [table.device.type for table in progressive._tables(meta)] == [home] * 2
+        assert not progressive.recordable
 
 
 @pytest.mark.parametrize("kind", ["progressive", "in_place"])

@@ -1,6 +1,5 @@
 """The data that commands run on: a recipe's own, CIFAR-10 in a folder, or arrays in an .npz file."""
 
-import json
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from bitdial.artifact import Artifact
 from bitdial.cli.arguments import bits_setting
+from bitdial.container import read_json
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.plan import LayerBits
 from bitdial.recipes import INPUT_SHAPES, TEST_DATA
@@ -88,12 +88,7 @@ def sample_input(shape: tuple[int, ...] | None, artifact: Artifact) -> Tensor:
 def latency_table(path: Path) -> dict[str, dict[LayerBits, float]]:
     """The times in a JSON file {layer: {"4": time, or "4:8" for weight and activation bits: time}}."""
     form = 'expected {layer: {"4": time, "4:8": time of 4-bit weights and 8-bit activations}}'
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(f"--latency-table {path}: {problem.strerror}") from problem
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"--latency-table {path}: not a JSON file ({problem}); {form}") from problem
+    values = read_json(path)
     if not isinstance(values, dict) or not all(isinstance(times, dict) for times in values.values()):
         raise ConfigError(f"--latency-table {path}: {form}")
     table: dict[str, dict[LayerBits, float]] = {}

@@ -1,7 +1,6 @@
 """The command `bitdial export`."""
 
 import argparse
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from bitdial.artifact import read_artifact
 from bitdial.cli.arguments import bits_setting, file_argument, shape
 from bitdial.cli.data import sample_input
+from bitdial.container import read_json
 from bitdial.errors import PlanError
 from bitdial.export import export_onnx
 from bitdial.export.to_onnx import OPSETS
@@ -56,6 +56,6 @@ def _plan(setting: LayerBits | str | None) -> LayerBits | BitPlan | str | None:
     if not isinstance(setting, str) or not setting.endswith(".json"):
         return setting
     try:
-        return BitPlan.from_dict(json.loads(Path(setting).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as problem:
+        return BitPlan.from_dict(read_json(setting))
+    except PlanError as problem:
         raise PlanError(f"--bits {setting}: not a plan, as json.dumps(plan.to_dict()) gives ({problem})") from problem

@@ -1,16 +1,14 @@
 """The candidates of a search with their measured accuracy, and those of them worth keeping."""
 
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from bitdial.container import write_json
+from bitdial.container import read_json, write_json
 from bitdial.cost import QUANTITIES, Costs
 from bitdial.errors import ConfigError, PlanError
 from bitdial.plan import BitPlan
@@ -132,12 +130,7 @@ class MeasuredFront:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "MeasuredFront":
         """Read what `save` wrote; ConfigError names the file and what is wrong with it."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as problem:
-            raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
-        except (ValueError, RecursionError) as problem:
-            raise ConfigError(f"{path} is not a JSON file: {problem}") from problem
+        values = read_json(path)
         try:
             parts = {key: tuple(map(_measured_plan, values[key])) for key in ("candidates", "uniform")}
             return cls(label=values["label"], quantity=values["quantity"], samples=values["samples"], **parts)

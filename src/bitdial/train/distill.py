@@ -1,7 +1,11 @@
 """Knowledge distillation: where the soft targets come from, and how they enter the loss.
 
 loss = (1 - w) * hard + w * T^2 * KL(target || student)       both at temperature T
+
+Nothing here looks at values on the device, so that a step can be recorded as a CUDA graph.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +16,20 @@ from bitdial.observe import Batch, call
 from bitdial.train.config import TrainConfig
 from bitdial.train.distributed import merge_rows
 
+LARGEST_TABLES = 1 << 30  # bytes of past predictions that are kept on the device of the logits
+
 
 def soft_loss(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
     """T^2 * KL(target || student), averaged over everything but the class dimension (the last)."""
     classes = logits.shape[-1]
-    student = F.log_softmax(logits.reshape(-1, classes).float() / temperature, dim=1)
-    target = F.log_softmax(target_logits.reshape(-1, classes).float() / temperature, dim=1)
-    return F.kl_div(student, target, reduction="batchmean", log_target=True) * temperature**2
+    return _soft_losses(logits.reshape(-1, classes), target_logits.reshape(-1, classes), temperature).mean()
+
+
+def _soft_losses(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
+    """T^2 * KL(target || student) of each row."""
+    student = F.log_softmax(logits.float() / temperature, dim=1)
+    target = F.log_softmax(target_logits.float() / temperature, dim=1)
+    return F.kl_div(student, target, reduction="none", log_target=True).sum(dim=1) * temperature**2
 
 
 class Distiller:
@@ -41,9 +52,28 @@ class Distiller:
         self.teacher = teacher.eval().requires_grad_(False) if teacher is not None else None
         self.samples = samples or 0
         self._targets: Tensor | None = None
-        # Logits by sample index, float32 on the CPU: of the epoch before, and of this one. NaN: not seen.
+        # Logits (samples, classes) in float32: of the epoch before, and of this one. NaN: not seen.
         self.previous: Tensor | None = None
         self.current: Tensor | None = None
+        self._strength = torch.zeros(())
+        self._grow()
+
+    @property
+    def recordable(self) -> bool:
+        """Whether the next step can be part of a CUDA graph: past predictions have their place on the device."""
+        return self.kind != "progressive" or (self.current is not None and self.current.is_cuda)
+
+    def placed(self, index: Tensor | None, device: torch.device) -> Tensor | None:
+        """`index`, checked, on `device`; None if this kind needs none."""
+        if self.kind != "progressive":
+            return None
+        if index is None:
+            raise TrainingError(
+                "distill='progressive' needs batches (inputs, targets, index) with the samples' indices"
+            )
+        if int(index.max()) >= self.samples or int(index.min()) < 0:
+            raise TrainingError(f"a sample index lies outside 0..{self.samples - 1}")
+        return index.to(device)
 
     def begin(self, inputs: Batch) -> None:
         """Prepare the targets of a new batch."""
@@ -67,27 +97,34 @@ class Distiller:
         return (1 - self.weight) * hard + self.weight * soft_loss(logits, self._targets, self.temperature)
 
     def _progressive(self, hard: Tensor, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
-        if index is None:
-            raise TrainingError(
-                "distill='progressive' needs batches (inputs, targets, index) with the samples' indices"
-            )
-        rows = index.cpu()
-        if self.current is None:
-            self.current = torch.full((self.samples, logits.shape[-1]), float("nan"))
-        if int(rows.max()) >= self.samples or int(rows.min()) < 0:
-            raise TrainingError(f"a sample index lies outside 0..{self.samples - 1}")
+        """The soft loss of samples that are not known is 0, and so is their share of the weight."""
+        assert index is not None
+        previous, current = self._tables(logits)
+        rows = index.to(current.device)
         if highest:
-            self.current[rows] = logits.detach().float().cpu()
-        if self.previous is None:
-            return hard
-        target = self.previous[rows]
+            current.index_copy_(0, rows, logits.detach().to(current))
+        target = previous.index_select(0, rows).to(logits.device)
         known = ~target[:, 0].isnan()
-        if not bool(known.any()):
-            return hard
-        share = self.weight * (self.epoch + 1) / self.epochs * float(known.float().mean())
-        known = known.to(logits.device)
-        soft = soft_loss(logits[known], target.to(logits.device)[known], self.temperature)
-        return (1 - share) * hard + share * soft
+        each = _soft_losses(logits, target.nan_to_num(), self.temperature)
+        soft = torch.where(known, each, 0.0).mean()
+        return (1 - self._strength * known.float().mean()) * hard + self._strength * soft
+
+    def _tables(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Previous and current predictions, where they belong: with the logits, unless they are too large."""
+        classes = logits.shape[-1]
+        home = logits.device if 8 * self.samples * classes <= LARGEST_TABLES else torch.device("cpu")
+        if self.current is None:
+            self.previous, self.current = (torch.full((self.samples, classes), math.nan, device=home) for _ in range(2))
+        assert self.previous is not None
+        if self.current.device != home or self._strength.device != logits.device:
+            self.previous, self.current = self.previous.to(home), self.current.to(home)
+            self._strength = self._strength.to(logits.device)
+            self._grow()
+        return self.previous, self.current
+
+    def _grow(self) -> None:
+        """Set the weight of the soft loss to that of the present epoch."""
+        self._strength.fill_(self.weight * (self.epoch + 1) / self.epochs)
 
     def share(self) -> None:
         """Let every rank know the predictions of all."""
@@ -97,8 +134,11 @@ class Distiller:
     def end_epoch(self) -> None:
         """Turn this epoch's predictions into the next one's targets."""
         self.epoch += 1
+        self._grow()
         self.share()
-        self.previous, self.current = self.current, None
+        if self.previous is not None and self.current is not None:
+            self.previous.copy_(self.current)
+            self.current.fill_(math.nan)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint must keep."""
@@ -109,3 +149,4 @@ class Distiller:
         """Take back what `tensors` gave."""
         self.previous, self.current = tensors.get("previous"), tensors.get("current")
         self.epoch = epoch
+        self._grow()

@@ -16,14 +16,13 @@ from bitdial.errors import TrainingError
 
 EAGER_STEPS = 3
 
-Step = Callable[[Tensor, Tensor], object]
+Step = Callable[..., object]
 
 
 @dataclass
 class _Recorded:
     graph: torch.cuda.CUDAGraph
-    inputs: Tensor
-    targets: Tensor
+    inputs: tuple[Tensor, ...]
     result: object
 
 
@@ -39,42 +38,42 @@ class StepGraphs:
         self._seen.clear()
         self._recorded.clear()
 
-    def run(self, step: Step, inputs: Tensor, targets: Tensor) -> object:
-        """`step(inputs, targets)`, by a graph as soon as there is one for these shapes."""
-        key = (inputs.shape, inputs.stride(), inputs.dtype, targets.shape, targets.dtype)
+    def run(self, step: Step, *inputs: Tensor) -> object:
+        """`step(*inputs)`, by a graph as soon as there is one for these shapes."""
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs)
         if key in self._recorded:
-            return self._replay(self._recorded[key], inputs, targets)
+            return self._replay(self._recorded[key], inputs)
         seen = self._seen.get(key, 0)
         if seen < EAGER_STEPS:
             self._seen[key] = seen + 1
-            return _on_side_stream(step, inputs, targets)
-        recorded = self._recorded[key] = self._record(step, inputs, targets)
-        return self._replay(recorded, inputs, targets)
+            return _on_side_stream(step, inputs)
+        recorded = self._recorded[key] = self._record(step, inputs)
+        return self._replay(recorded, inputs)
 
-    def _record(self, step: Step, inputs: Tensor, targets: Tensor) -> _Recorded:
-        graph, mine, labels = torch.cuda.CUDAGraph(), inputs.clone(), targets.clone()
+    def _record(self, step: Step, inputs: tuple[Tensor, ...]) -> _Recorded:
+        graph, mine = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
         try:
             with torch.cuda.graph(graph):
-                result = step(mine, labels)
+                result = step(*mine)
         except RuntimeError as problem:
             raise TrainingError(
                 f"the step could not be recorded as a CUDA graph ({problem}); the model or the loss waits for the GPU, "
                 "or moves data to it. Train with TrainConfig(cuda_graph=False, fused=False)"
             ) from problem
-        return _Recorded(graph, mine, labels, result)
+        return _Recorded(graph, mine, result)
 
-    def _replay(self, recorded: _Recorded, inputs: Tensor, targets: Tensor) -> object:
-        recorded.inputs.copy_(inputs)
-        recorded.targets.copy_(targets)
+    def _replay(self, recorded: _Recorded, inputs: tuple[Tensor, ...]) -> object:
+        for mine, given in zip(recorded.inputs, inputs, strict=True):
+            mine.copy_(given)
         recorded.graph.replay()
         return recorded.result
 
 
-def _on_side_stream(step: Step, inputs: Tensor, targets: Tensor) -> object:
+def _on_side_stream(step: Step, inputs: tuple[Tensor, ...]) -> object:
     """Recording wants the steps before it to have run on a stream other than the default."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        result = step(inputs, targets)
+        result = step(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     return result

@@ -166,8 +166,10 @@ class JointStep:
             self.rate = self.device_rate.fill_(lr)
         if self.seats is not None:
             self.seats.choose(self.plans().values())
+        index = self.distiller.placed(index, self.device_rate.device)
         if self._can_record(inputs, targets):
-            report = cast(StepReport, self.graphs.run(self._all_widths, cast(Tensor, inputs), targets))
+            tensors = (cast(Tensor, inputs), targets, *(() if index is None else (index,)))
+            report = cast(StepReport, self.graphs.run(self._all_widths, *tensors))
         else:
             report = self._all_widths(inputs, targets, index)
         report.lr = lr
@@ -178,7 +180,7 @@ class JointStep:
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
-        alone = distributed.world_size() == 1 and self.config.distill != "progressive"
+        alone = distributed.world_size() == 1 and self.distiller.recordable
         fixed = self.sampler is None or self.seats is not None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
         return self.on_gpu and self.config.cuda_graph and alone and fixed and tensors
@@ -187,7 +189,8 @@ class JointStep:
         report = StepReport()
         inputs = self.fast.arranged(inputs)
         self.model.train()
-        self.distiller.begin(inputs)
+        with self._autocast():
+            self.distiller.begin(inputs)
         self._clear_gradients()
         for number, (bits, plan) in enumerate(self.plans().items()):
             if self.seats is None:
@@ -229,11 +232,13 @@ class JointStep:
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
-        device = next(self.model.parameters()).device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.autocast is not None):
+        with self._autocast():
             output = call(self.fast, inputs)
             hard = self.loss_function(output, targets)
             return self.distiller.loss(hard, output, highest=highest, index=index), output
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device_rate.device.type, torch.bfloat16, enabled=self.config.autocast is not None)
 
     def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
