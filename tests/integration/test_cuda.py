@@ -130,3 +130,15 @@ def test_progressive_distillation_in_a_graph_is_that_of_eager_steps(monkeypatch:
         assert bool(step.graphs._recorded) == graph
         assert not bool(step.distiller.previous.isnan().any()), "each sample's prediction was kept"
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_a_model_without_a_convolution_is_recorded() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).cuda()
+    x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
+    step = bitdial.JointStep(
+        bitdial.prepare(model, bitdial.QuantConfig(), x), bitdial.TrainConfig(lr=1e-3), steps_per_epoch=9
+    )
+    losses = [float(step(x, y).loss[2]) for _ in range(9)]
+    assert step.graphs._recorded
+    assert losses[-1] < losses[0]

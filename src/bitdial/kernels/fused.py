@@ -35,10 +35,12 @@ class SideStream:
         self.stream = torch.cuda.Stream()
         self.running: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.found: list[tuple[Tensor, Tensor]] = []
+        self.apart = False  # whether it has work that the stream of the pass has not waited for
 
     def quantize(self, weight: Tensor, codes: WeightCodes) -> tuple[Tensor, torch.cuda.Event]:
         """Quantise `weight`; the event says when that is done."""
         self.stream.wait_stream(torch.cuda.current_stream())
+        self.apart = True
         with torch.cuda.stream(self.stream):
             return _quantize(weight.detach(), codes, value_type(weight)), self.stream.record_event()
 
@@ -51,6 +53,7 @@ class SideStream:
         """Compute `gradients()`, which reads `inputs`, for `parameters`."""
         passing = torch.cuda.current_stream()
         self.stream.wait_stream(passing)
+        self.apart = True
         with torch.cuda.stream(self.stream):
             self.found += zip(parameters, gradients(), strict=True)
         self.running.append((self.stream.record_event(), inputs))
@@ -58,8 +61,13 @@ class SideStream:
             passing.wait_event(self.running.popleft()[0])
 
     def join(self) -> None:
-        """Wait for all gradients (on the GPU only) and add them to those of the parameters, as autograd would have."""
-        torch.cuda.current_stream().wait_stream(self.stream)
+        """Wait for all gradients (on the GPU only) and add them to those of the parameters, as autograd would have.
+
+        A stream that got no work is left alone: in a recording, to wait for one that has no part in it is an error.
+        """
+        if self.apart:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.apart = False
         for parameter, gradient in self.found:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.running.clear()
