@@ -11,8 +11,8 @@ each form from the same start, on the same batches and plans.
     recalibrated  `none`, with statistics estimated anew from the training images for each plan
 
 `mixed_top1` is the mean accuracy over plans that draw each layer's width alike, on 500 test images; `bytes` is what the
-norms of the file take, `share` that over its codes. The epochs and rates below were settled after a look at such numbers
-of a first, shorter try (docs/log.md), so this compares forms and says little of how good each is.
+norms of the file take, `share` that over its codes. The epochs and rates below were settled after a look at such
+numbers of a first, shorter try (docs/log.md), so this compares forms and says little of how good each is.
 """
 
 import argparse
