@@ -21,6 +21,7 @@ from bitdial.kernels import fused
 from bitdial.train import JointStep, TrainConfig
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.fuse import FastModel
+from bitdial.train.seats import why_not
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,3 +202,12 @@ def test_where_seats_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
         assert reason in caplog.text
         caplog.clear()
         step(*images(0))
+
+
+@pytest.mark.parametrize("changes", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
+def test_norms_that_seats_do_not_serve(changes: dict[str, Any]) -> None:
+    """A count of batches that all sets shared would make averages over all batches wrong."""
+    net = Net()
+    net.third_norm = nn.BatchNorm2d(8, **changes)
+    model = prepare(net, QuantConfig(bit_choices=BITS), images(0)[0].cpu())
+    assert "a norm has" in str(why_not(model, FastModel(model, fused=True), TrainConfig(sampling="random")))

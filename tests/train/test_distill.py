@@ -324,6 +324,16 @@ def test_an_index_out_of_range(index: list[int]) -> None:
         distiller("progressive", samples=2).placed(torch.tensor(index), torch.device("cpu"))
 
 
+def test_what_an_index_may_be() -> None:
+    here, progressive = torch.device("cpu"), distiller("progressive", samples=2)
+    placed = progressive.placed(torch.tensor([1, 0], dtype=torch.int32), here)
+    assert placed is not None
+    assert placed.dtype == torch.int64
+    for wrong in (torch.tensor([0.0, 1.0]), torch.tensor([[0, 1]]), torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(TrainingError, match="whole numbers"):
+            progressive.placed(wrong, here)
+
+
 def test_the_step_checks_indices(
     make_model: Callable[..., nn.Module], make_images: Callable[..., tuple[Tensor, Tensor]]
 ) -> None:

@@ -71,9 +71,13 @@ class Distiller:
             raise TrainingError(
                 "distill='progressive' needs batches (inputs, targets, index) with the samples' indices"
             )
+        if index.dim() != 1 or index.is_floating_point() or not len(index):
+            raise TrainingError(
+                f"a batch's index must be whole numbers (batch,), got {index.dtype} {tuple(index.shape)}"
+            )
         if int(index.max()) >= self.samples or int(index.min()) < 0:
             raise TrainingError(f"a sample index lies outside 0..{self.samples - 1}")
-        return index.to(device)
+        return index.to(device, torch.int64)
 
     def begin(self, inputs: Batch) -> None:
         """Prepare the targets of a new batch."""

@@ -198,6 +198,9 @@ def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | Non
         return "layers share a quantizer"
     if any(p.dtype != torch.float32 for m in (*quantizers, *norms) for p in m.parameters()):
         return "scales or norms are not in float32"
+    sets = [each for norm in norms for each in norm.sets.values()]
+    if not all(each.affine and each.track_running_stats and each.momentum is not None for each in sets):
+        return "a norm has no parameters, no statistics, or statistics without a momentum"
     if config.update != "separate" or config.scale_state != "shared":
         return "it needs update='separate' and scale_state='shared'"
     return None
