@@ -112,7 +112,7 @@ def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
             "and --sampling hasb (or random)"
         )
     start = read_artifact(options.start_from)
-    if start.metrics.get("recipe") != recipe or "holdout" not in start.metrics:
+    if start.metrics.get("recipe") != recipe or not {"holdout", "float_top1", "top1"} <= start.metrics.keys():
         raise ConfigError(f"{options.start_from} was not written by `bitdial train {recipe}`")
     if start.metrics["holdout"] != options.holdout:
         raise ConfigError(
