@@ -161,6 +161,7 @@ ABLATIONS: list[tuple[str, dict[str, Any]]] = [
     ("--distill teacher --teacher resnet56", {"teacher": "resnet56"}),
     ("--float-epochs 2", {"float_epochs": 2}),
     ("--recalibrate 2", {"recalibrate": 2}),
+    ("--cutout 3", {"cutout": 3}),
 ]
 
 
@@ -190,6 +191,7 @@ def test_an_ablation_is_in_the_row_only_where_it_differs(
     for config in (seen["quant"], seen["config"]):
         assert getattr(config, name, value) == value, "it reaches the run"
     assert seen["data"].batch_size == (value if name == "batch" else 8)
+    assert seen["data"].augment.cutout == (value if name == "cutout" else 0)
 
 
 def test_the_defaults_spelled_out_are_the_defaults(tmp_path: Path, tiny: None) -> None:
@@ -204,7 +206,7 @@ def test_the_defaults_spelled_out_are_the_defaults(tmp_path: Path, tiny: None) -
 
 CHANGES: list[dict[str, Any]] = [
     {"holdout": True}, {"seed": 1}, {"epochs": 2}, {"float_epochs": 2}, {"batch": 4}, {"bit_choices": (4, 3)},
-    {"recalibrate": 1},
+    {"recalibrate": 1}, {"cutout": 2},
     {"scheme": "nested"}, {"ties": "up"}, {"per_channel": False}, {"start": "lsq"}, {"scale_gradient": "printed"},
     {"lr": 0.0123}, {"weight_decay": 0.0}, {"optimizer": "sgd"}, {"alrs": "literal"},
     {"update": "accumulated", "alrs": "off"},

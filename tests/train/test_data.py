@@ -122,7 +122,7 @@ def by_sample(data: ArrayData, epoch: int, **share: int) -> dict[int, Tensor]:
 
 
 def test_augmentation_depends_on_the_sample_not_on_the_batch() -> None:
-    inputs, targets, shift = torch.randn(20, 2, 5, 5), torch.zeros(20), Shift(pixels=2, flip=True)
+    inputs, targets, shift = torch.randn(20, 2, 5, 5), torch.zeros(20), Shift(pixels=2, flip=True, cutout=2)
     small, large = (ArrayData(inputs, targets, batch_size=size, seed=5, augment=shift) for size in (3, 20))
     for epoch in range(2):
         one, other = by_sample(small, epoch), by_sample(large, epoch)
@@ -133,6 +133,31 @@ def test_augmentation_depends_on_the_sample_not_on_the_batch() -> None:
     assert sum(not torch.equal(first[i], second[i]) for i in range(20)) > 10
     changed = {i for i in range(20) if not torch.equal(first[i], inputs[i])}
     assert len(changed) > 10
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 6])
+def test_cutout_blanks_a_square_whose_middle_may_be_anywhere(side: int) -> None:
+    size = 5
+    places = [(row, column) for row in range(size) for column in range(size)]
+    draws = torch.zeros(len(places), 5)
+    draws[:, 3:] = (torch.tensor(places) + 0.5) / size
+    blank = Shift(cutout=side)(torch.ones(len(places), 2, size, size), draws) == 0
+    for image, (row, column) in zip(blank, places, strict=True):
+        top, left = row - side // 2, column - side // 2
+        inside = [[top <= r < top + side and left <= c < left + side for c in range(size)] for r in range(size)]
+        assert image.tolist() == [inside, inside]
+
+
+def test_cutout_leaves_the_other_draws_as_they_were() -> None:
+    images, draws = torch.randn(8, 1, 6, 6), torch.rand(8, 5)
+    shifted, cut = (Shift(pixels=2, flip=True, cutout=side)(images, draws) for side in (0, 3))
+    assert torch.equal(torch.where(cut == 0, 0, shifted), cut)
+
+
+def test_negative_pixels_are_refused() -> None:
+    for arguments in ({"pixels": -1}, {"cutout": -2}):
+        with pytest.raises(ConfigError, match="must not be negative"):
+            Shift(**arguments)
 
 
 def plain_shift(image: list[Any], pixels: int, flip: bool, draws: list[float]) -> list[Any]:

@@ -137,6 +137,9 @@ def _train_command(train: argparse.ArgumentParser) -> None:
         metavar="N",
         help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
     )
+    joint.add_argument(
+        "--cutout", type=positive, metavar="PIXELS", help="blank a square of this side in each image (default: none)"
+    )
     joint.add_argument("--weight-decay", type=float, help="of weights; scales have none (default: %(default)s)")
     joint.add_argument("--optimizer", choices=OPTIMIZERS, help="of weights; scales have Adam (default: %(default)s)")
     joint.add_argument(

@@ -67,7 +67,7 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         checkpoint = options.out / f"{run}.ckpt"
         history = train(
             model,
-            augmented(images, settings["batch"], options.seed),
+            augmented(images, settings["batch"], options.seed, cutout=options.cutout),
             config,
             teacher=_teacher(network, options, images, settings),
             sensitivity=sensitivity,

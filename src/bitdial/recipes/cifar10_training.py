@@ -77,7 +77,7 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     recipe = f"cifar10-{network}"
     run = run_name(options.name or recipe, changed)
     checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
-    data = augmented(images, settings["batch"], options.seed)
+    data = augmented(images, settings["batch"], options.seed, cutout=options.cutout)
     history = train(
         model,
         data,
@@ -128,9 +128,9 @@ def autocast_on(device: torch.device) -> str | None:
     return "bfloat16" if device.type == "cuda" else None
 
 
-def augmented(split: Split, batch: int, seed: int) -> ArrayData:
-    """The images in batches, shifted by up to 4 pixels and mirrored at random."""
-    return ArrayData(*split, batch_size=batch, seed=seed, augment=Shift(pixels=4, flip=True))
+def augmented(split: Split, batch: int, seed: int, *, cutout: int = 0) -> ArrayData:
+    """The images in batches, shifted by up to 4 pixels and mirrored at random, and a square of each blank."""
+    return ArrayData(*split, batch_size=batch, seed=seed, augment=Shift(pixels=4, flip=True, cutout=cutout))
 
 
 def float_network(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:

@@ -47,7 +47,8 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
 
     With `options.holdout`, train on 896 images and evaluate on the other 401 of the training set.
     """
-    for name in ("data", "start_from", "batch", "float_epochs", "recalibrate", "teacher", "results", "history"):
+    not_here = "data", "start_from", "batch", "cutout", "float_epochs", "recalibrate", "teacher", "results", "history"
+    for name in not_here:
         if getattr(options, name):
             raise ConfigError(
                 f"the digits recipe has its own data and a small network: it takes no --{name.replace('_', '-')}"

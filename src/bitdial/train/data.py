@@ -38,13 +38,26 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True)
 class Shift:
-    """Augmentation of images (batch, channels, height, width): shift by up to `pixels` with zero padding, then flip."""
+    """Augmentation of images (batch, channels, height, width): shift by up to `pixels` with zero padding, then flip.
+
+    `cutout` puts zeros into a square of that side, somewhere in each image; what lies beyond the border is left out.
+    """
 
     pixels: int = 0
     flip: bool = False
+    cutout: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pixels < 0 or self.cutout < 0:
+            raise ConfigError(f"pixels={self.pixels} and cutout={self.cutout} must not be negative")
+
+    @property
+    def draws(self) -> int:
+        """Random numbers an image needs."""
+        return 5 if self.cutout else 3
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Augment `images`; `draws` (batch, 3) in [0, 1) decide down, right and flip for each image."""
+        """Augment `images`; `draws` (batch, `self.draws`) in [0, 1) decide down, right, flip, the square's place."""
         count, _, height, width = images.shape
         span = 2 * self.pixels + 1
         if self.pixels:
@@ -57,7 +70,16 @@ class Shift:
             images = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
         if self.flip:
             images = torch.where((draws[:, 2] < 0.5)[:, None, None, None], images, images.flip(3))
+        if self.cutout:
+            rows, columns = (self._cut(size, draw) for size, draw in ((height, draws[:, 3]), (width, draws[:, 4])))
+            images = images.masked_fill((rows[:, :, None] & columns[:, None, :])[:, None], 0.0)
         return images.contiguous()
+
+    def _cut(self, size: int, draw: Tensor) -> Tensor:
+        """Which of `size` places in a line each image's square covers: its middle may be any of them."""
+        first = (draw * size).long()[:, None] - self.cutout // 2
+        place = torch.arange(size, device=draw.device)
+        return (place >= first) & (place < first + self.cutout)
 
 
 class ArrayData:
@@ -87,7 +109,8 @@ class ArrayData:
         """The batches of `epoch` from number `start` on."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.inputs), generator=generator)
-        draws = torch.rand(len(self.inputs), 3, generator=generator).to(self.inputs.device)
+        count = 0 if self.augment is None else self.augment.draws
+        draws = torch.rand(len(self.inputs), count, generator=generator).to(self.inputs.device)
         for number in range(start, len(self)):
             index = order[number * self.batch_size : (number + 1) * self.batch_size]
             share = len(index) // world
