@@ -19,19 +19,29 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.layouts import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
-from bitdial.kernels.triton_words import slot_numbers, whole_codes
+from bitdial.kernels.triton_words import product, slot_numbers, whole_codes
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class FewSettings(NamedTuple):
-    """How the kernel for few tokens is cut: found by trying, never needed for a right result."""
+    """How the kernel for few tokens is cut and run: found by trying, never needed for a right result."""
 
     row_tiles: int = 1
     warps: int = 8
     splits: int = 1
-    stages: int = 1
-    registers: int | None = None
+    ahead: bool = True  # words of the next step are loaded before those of this one are used
+    stages: int = 1  # more than one: through shared memory, by Triton's pipeline
+    registers: int | None = None  # a limit, so that more warps fit
+
+
+class ManySettings(NamedTuple):
+    """How the kernel for many tokens is cut and run."""
+
+    tokens: int = 128
+    rows: int = 128
+    warps: int = 8
+    stages: int = 3
 
 
 @triton.jit
@@ -81,7 +91,6 @@ def _few(  # type: ignore[no-untyped-def]
     words = _words(words_ptr, tile_start, first * WARPS + warp, live_rows, plane_words, column_tiles, PLANES)
     for step in range(first, end):
         tile = step * WARPS + warp
-        ahead = words
         if AHEAD:
             ahead = _words(words_ptr, tile_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
         cells = whole_codes(words, PIECES, RANGES)
@@ -93,8 +102,8 @@ def _few(  # type: ignore[no-untyped-def]
             x = tl.load(x_ptr + x_start + column[None, :, None, None], mask=x_live, other=0.0)
             x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # tokens / 8, warp, token % 8, q, slot, c, e
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
-            total = _product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-            other = _product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+            total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+            other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
         if AHEAD:
             words = ahead
         else:
@@ -125,7 +134,7 @@ def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES:
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
+def _slot_product(  # type: ignore[no-untyped-def]
     cells,
     x,
     total,
@@ -141,4 +150,155 @@ def _product(  # type: ignore[no-untyped-def]
     weight = tl.reshape(weight, (ROW_TILES, WARPS, 8, 4, 2, 2, 2))  # row tile, warp, row % 8, q, c, row // 8, e
     weight = tl.reshape(tl.permute(weight, (1, 0, 5, 2, 3, 4, 6)), (WARPS, ROW_TILES * 16, 16))
     x = tl.reshape(tl.permute(x, (1, 3, 4, 5, 0, 2)), (WARPS, 16, TOKEN_TILES * 8))
-    return tl.dot(weight, x, total)
+    return product(weight, x, total)
+
+
+@triton.jit
+def _add_splits(  # type: ignore[no-untyped-def]
+    parts_ptr, scale_ptr, bias_ptr, y_ptr, rows, count, factor,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = the sum of the parts, first to last, times the scale, plus the bias."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    sums = tl.load(parts_ptr + at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        sums += tl.load(parts_ptr + split * count + at, mask=live, other=0.0)
+    sums = sums * (tl.load(scale_ptr + at % rows, mask=live, other=0.0) * factor)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + at % rows, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _many(  # type: ignore[no-untyped-def]
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    tokens,
+    rows,
+    columns,
+    plane_words,
+    column_tiles,
+    factor,
+    PIECES: tl.constexpr,
+    RANGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    row_tile = tl.program_id(0) * ROW_TILES + tl.arange(0, ROW_TILES)
+    live_rows = (row_tile * 16 < rows)[:, None]
+    start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = tl.arange(0, 64)
+    x_start = token.to(tl.int64)[None, :] * columns + inside[:, None]
+    total = tl.zeros((ROW_TILES * 16, TOKENS), dtype=tl.float32)
+    for tile in range(column_tiles):
+        words = ()
+        for plane in tl.static_range(PLANES):
+            at = words_ptr + plane * plane_words.to(tl.int64) + (start + tile * 128)
+            words = words + (tl.load(at, mask=live_rows, other=0),)
+        cells = whole_codes(words, PIECES, RANGES)
+        for four in tl.static_range(4):
+            column = tile * 256 + four * 64
+            x_live = (token < tokens)[None, :]
+            if not EVEN:
+                x_live = x_live & (column + inside < columns)[:, None]
+            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+            total = product(_sixty_four(cells, four * 4, STEPS, ROW_TILES, DTYPE), x, total)
+    row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
+    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    live = (row < rows)[:, None] & (token < tokens)[None, :]
+    tl.store(y_ptr + token.to(tl.int64)[None, :] * rows + row[:, None], y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _sixty_four(cells, SLOT: tl.constexpr, STEPS: tl.constexpr, ROW_TILES: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of four slots: (rows, 64 columns in a row)."""
+    first = tl.join(slot_numbers(cells, SLOT, STEPS, DTYPE), slot_numbers(cells, SLOT + 1, STEPS, DTYPE))
+    second = tl.join(slot_numbers(cells, SLOT + 2, STEPS, DTYPE), slot_numbers(cells, SLOT + 3, STEPS, DTYPE))
+    # row tile, row % 8, q, c, row // 8, e, slot % 2, slot // 2
+    weight = tl.reshape(tl.join(first, second), (ROW_TILES, 8, 4, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(weight, (0, 4, 1, 7, 2, 6, 3, 5)), (ROW_TILES * 16, 64))
+
+
+# --- launching ----------------------------------------------------------------------------------
+
+FEW_TOKENS = 16
+_SPLIT_BLOCK = 512
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *,
+    fields: tuple[int, ...],
+    bits: int,
+    high: int,
+    centred: bool,
+    settings: FewSettings | ManySettings | None = None,
+) -> Tensor:
+    """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type."""
+    (tokens, columns), rows = x.shape, scale.numel()
+    y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x.contiguous()
+    read = merges(read_fields(fields, bits))
+    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, centred))
+    constants = {
+        "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "HAS_BIAS": bias is not None,
+        "EVEN": columns % TILE_COLUMNS == 0, "DTYPE": DTYPES[x.dtype],
+    }  # fmt: skip
+    _, row_tiles, column_tiles, tile_words = words.shape
+    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, 2.0 ** (high - bits)
+    if settings is None:
+        settings = few_settings(tokens, rows, columns, bits) if tokens <= FEW_TOKENS else ManySettings()
+    some_bias = scale if bias is None else bias
+    if isinstance(settings, ManySettings):
+        blocks = triton.cdiv(rows, settings.rows), triton.cdiv(tokens, settings.tokens)
+        _many[blocks](
+            x, words, scale, some_bias, y, *sizes, **constants, TOKENS=settings.tokens,
+            ROW_TILES=settings.rows // TILE_ROWS, num_warps=settings.warps, num_stages=settings.stages,
+        )  # fmt: skip
+        return y
+    splits = settings.splits
+    out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    limit = {} if settings.registers is None else {"maxnreg": settings.registers}
+    _few[(triton.cdiv(row_tiles, settings.row_tiles), splits)](
+        x, words, scale, some_bias, out, *sizes, **constants, TOKEN_TILES=1 if tokens <= 8 else 2,
+        ROW_TILES=settings.row_tiles, WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead,
+        num_warps=settings.warps, num_stages=settings.stages, **limit,
+    )  # fmt: skip
+    if splits > 1:
+        _add_splits[(triton.cdiv(y.numel(), _SPLIT_BLOCK),)](
+            out, scale, some_bias, y, rows, y.numel(), sizes[-1], SPLITS=splits, HAS_BIAS=bias is not None,
+            BLOCK=_SPLIT_BLOCK,
+        )  # fmt: skip
+    return y
+
+
+def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
+    """A first guess, by counting; `benchmarks/linear.py --sweep` finds better ones on the GPU at hand.
+
+    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Above 8 tokens
+    the tokens are most of what a program reads, so it takes twice the rows. Few rows: the columns are shared out.
+    """
+    row_tiles = 1 if tokens <= 8 else 2
+    programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
+    steps = triton.cdiv(columns, TILE_COLUMNS * 8)
+    splits = 1
+    while programs * splits < 128 and splits * 2 <= steps:
+        splits *= 2
+    return FewSettings(row_tiles=row_tiles, warps=8, splits=splits, ahead=bits <= 4)

@@ -156,3 +156,12 @@ def slot_numbers(cells, SLOT: tl.constexpr, STEPS: tl.constexpr, DTYPE: tl.const
         cells, STEPS[SLOT][0], STEPS[SLOT][1], STEPS[SLOT][2], STEPS[SLOT][3], STEPS[SLOT][4], STEPS[SLOT][5],
         STEPS[SLOT][6], STEPS[SLOT][7], DTYPE,
     )  # fmt: skip
+
+
+@triton.jit
+def product(weight, x, total):  # type: ignore[no-untyped-def]
+    """total + weight @ x in float32; the interpreter cannot multiply bf16."""
+    if INTERPRETED:
+        return tl.dot(weight.to(tl.float32), x.to(tl.float32), total)
+    else:
+        return tl.dot(weight, x, total)
