@@ -41,7 +41,7 @@ class ManySettings(NamedTuple):
     tokens: int = 128
     rows: int = 128
     warps: int = 8
-    stages: int = 3
+    stages: int = 2
 
 
 @triton.jit
