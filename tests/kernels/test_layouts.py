@@ -95,7 +95,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         layouts.pack_words(codes.long(), (8,))
     with pytest.raises(ConfigError, match="can be read at 2, 3 bits"):
         layouts.unpack_words(layouts.pack_words(codes.clamp(max=3), (2, 1)), (2, 1), 1, 4, 4)
-    with pytest.raises(QuantizationError, match="expected torch.int32"):
+    with pytest.raises(QuantizationError, match=r"expected torch\.int32"):
         layouts.unpack_words(torch.zeros(3, 1, 2, 128, dtype=torch.int32), (2, 1), 3, 4, 4)
     with pytest.raises(ConfigError, match="from 1 to 8"):
         layouts.packed_fields(9)

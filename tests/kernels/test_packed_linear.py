@@ -131,9 +131,11 @@ def test_bytes_read_are_the_first_planes_and_the_scale() -> None:
 def test_wrong_inputs_are_refused_by_name() -> None:
     weight, _ = make("nested", 8, 16, 256)
     x = torch.zeros(1, 256, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(ConfigError, match=r"layer 'fc': bits=5 is not among those it can be read at, \(8, 6, 4, 3, 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"layer 'fc': bits=5 is not among those it can be read at, \(8, 6, 4, 3, 2\)"
+    ):
         weight.linear(x, 5)
-    with pytest.raises(QuantizationError, match="layer 'fc': its input is torch.float32"):
+    with pytest.raises(QuantizationError, match=r"layer 'fc': its input is torch\.float32"):
         weight.linear(x.float(), 8)
     with pytest.raises(QuantizationError, match=r"layer 'fc': its input is \(1, 255\)"):
         weight.linear(x[:, 1:], 8)
@@ -142,7 +144,7 @@ def test_wrong_inputs_are_refused_by_name() -> None:
         rounded.linear(x, 4)
     with pytest.raises(ConfigError, match="'double_rounding' does not nest"):
         PackedWeight.nested(weight.codes(8), weight.scale, bit_choices=(8, 4), name="fc", scheme="double_rounding")
-    with pytest.raises(QuantizationError, match="layer 'fc': words are torch.int32"):
+    with pytest.raises(QuantizationError, match=r"layer 'fc': words are torch\.int32"):
         PackedWeight(name="fc", words=weight.words, scale=weight.scale, columns=300, fields=weight.fields, high=8,
                      scheme="nested")  # fmt: skip
     with pytest.raises(QuantizationError, match="layer 'fc': the scale must be float32"):

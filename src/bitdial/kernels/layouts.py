@@ -89,7 +89,9 @@ def pack_words(codes: Tensor, fields: Sequence[int]) -> Tensor:
         below -= size
         field = (slots >> below) & ((1 << size) - 1)
         for i in range(size):
-            lanes = sum(field[i + size * p] << (size * p) for p in range(SLOTS // size))
+            lanes = field[i].clone()
+            for p in range(1, SLOTS // size):
+                lanes |= field[i + size * p] << size * p
             words[plane] = lanes[..., 0] | (lanes[..., 1] << 16)
             plane += 1
     return words

@@ -44,9 +44,7 @@ def packed_linear(
     if triton_runs(x):
         from bitdial.kernels import triton_linear
 
-        return triton_linear.linear(
-            x, words, scale, bias, fields=tuple(fields), bits=bits, high=high, centred=centred
-        )
+        return triton_linear.linear(x, words, scale, bias, fields=tuple(fields), bits=bits, high=high, centred=centred)
     codes = unpack_words(words, fields, bits, scale.numel(), x.shape[1])
     weight = (codes + 0.5 * centred) * (scale.double() * 2.0 ** (high - bits))[:, None]
     y = x.double() @ weight.T
@@ -69,7 +67,7 @@ def _(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """A weight (rows, columns) as packed words, the scale of its rows at `high` bits, and the layer's name for errors."""
+    """A weight (rows, columns) as packed words, its rows' scale at `high` bits, and the layer's name for errors."""
 
     name: str
     words: Tensor
@@ -111,7 +109,9 @@ class PackedWeight:
     def linear(self, x: Tensor, bits: int, bias: Tensor | None = None) -> Tensor:
         """The layer's output (..., rows) for x (..., columns) in bf16 or fp16, at `bits` bits."""
         if bits not in self.bit_choices:
-            raise ConfigError(f"layer {self.name!r}: bits={bits} is not among those it can be read at, {self.bit_choices}")
+            raise ConfigError(
+                f"layer {self.name!r}: bits={bits} is not among those it can be read at, {self.bit_choices}"
+            )
         if x.dtype not in DTYPES:
             raise QuantizationError(f"layer {self.name!r}: its input is {x.dtype}, expected bfloat16 or float16")
         if x.shape[-1:] != (self.columns,) or x.device != self.words.device:

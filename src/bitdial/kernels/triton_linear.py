@@ -1,4 +1,4 @@
-"""Linear layers on packed weights: a kernel for a few tokens, which reads weights at the speed of memory, and one for many.
+"""Linear layers on packed weights: a kernel for few tokens, which is to read at the speed of memory, and one for many.
 
 **Few tokens** (up to 16). The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to
 8 or 16, the right one. A program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.layouts import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
-from bitdial.kernels.triton_words import product, slot_numbers, whole_codes
+from bitdial.kernels.triton_words import followed_by, product, slot_numbers, whole_codes
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -44,7 +44,7 @@ class ManySettings(NamedTuple):
     stages: int = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
 def _few(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
@@ -91,9 +91,11 @@ def _few(  # type: ignore[no-untyped-def]
     words = _words(words_ptr, tile_start, first * WARPS + warp, live_rows, plane_words, column_tiles, PLANES)
     for step in range(first, end):
         tile = step * WARPS + warp
-        if AHEAD:
-            ahead = _words(words_ptr, tile_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+        if not AHEAD:
+            words = _words(words_ptr, tile_start, tile, live_rows, plane_words, column_tiles, PLANES)
         cells = whole_codes(words, PIECES, RANGES)
+        if AHEAD:
+            words = _words(words_ptr, tile_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
         for two in tl.static_range(8):
             column = tile * 256 + two * 32
             x_live = live_tokens & (tile < column_tiles)[None, :, None, None]
@@ -104,10 +106,6 @@ def _few(  # type: ignore[no-untyped-def]
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
             total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
             other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-        if AHEAD:
-            words = ahead
-        else:
-            words = _words(words_ptr, tile_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
 
     row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
     token_out = tl.arange(0, TOKEN_TILES * 8)
@@ -129,7 +127,7 @@ def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES:
     words = ()
     for plane in tl.static_range(PLANES):
         loaded = tl.load(at + plane * plane_words.to(tl.int64), mask=live, other=0, eviction_policy="evict_first")
-        words = words + (loaded,)
+        words = followed_by(words, loaded)
     return words
 
 
@@ -170,7 +168,7 @@ def _add_splits(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
 def _many(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
@@ -204,7 +202,7 @@ def _many(  # type: ignore[no-untyped-def]
         words = ()
         for plane in tl.static_range(PLANES):
             at = words_ptr + plane * plane_words.to(tl.int64) + (start + tile * 128)
-            words = words + (tl.load(at, mask=live_rows, other=0),)
+            words = followed_by(words, tl.load(at, mask=live_rows, other=0))
         cells = whole_codes(words, PIECES, RANGES)
         for four in tl.static_range(4):
             column = tile * 256 + four * 64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bitdial.kernels.codes import SECOND
 from bitdial.kernels.layouts import merges, packed_fields
-from bitdial.kernels.triton_words import masked, shifted, whole_codes
+from bitdial.kernels.triton_words import followed_by, masked, shifted, whole_codes
 
 BLOCK = 512
 NEAREST_EVEN, NEAREST_UP = tl.constexpr(SECOND["nearest even"]), tl.constexpr(SECOND["nearest up"])
@@ -43,13 +43,14 @@ def _repack(  # type: ignore[no-untyped-def]
     if bits != tl.load(held_ptr + block):
         words = ()
         for plane in tl.static_range(HIGH):
-            words = words + (tl.load(master + plane * count + at, mask=at < count, other=0),)
+            words = followed_by(words, tl.load(master + plane * count + at, mask=at < count, other=0))
         cells = whole_codes(words, PIECES, RANGES)
         for width in tl.static_range(2, WIDEST + 1):
             if bits == width:
                 codes = ()
                 for slot in tl.static_range(16):
-                    codes = codes + (_narrow(cells, slot, RANGES[len(RANGES) - 1][2], HIGH, width, SECOND),)
+                    code = _narrow(cells, slot, RANGES[len(RANGES) - 1][2], HIGH, width, SECOND)
+                    codes = followed_by(codes, code)
                 _store_fields(active, at, count, codes, FIELDS, width)
         tl.store(held_ptr + block, bits)
 
@@ -79,7 +80,7 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_fields(active, at, count, codes, FIELDS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the planes of codes of WIDTH bits; FIELDS[WIDTH] has a row (first plane, size, bits below) for each field."""
+    """Write the planes of WIDTH-bit codes; FIELDS[WIDTH] has (first plane, size, bits below) for each field."""
     for f in tl.static_range(len(FIELDS[WIDTH]) // 3):
         _store_field(active, at, count, codes, FIELDS[WIDTH][3 * f], FIELDS[WIDTH][3 * f + 1], FIELDS[WIDTH][3 * f + 2])
 

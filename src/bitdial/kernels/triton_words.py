@@ -39,9 +39,15 @@ def insert(into, word, BIT: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexp
 
 
 @triton.jit
-def piece(words, FIRST: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr, I: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Word I % SIZE of a piece, moved so that its slots stand where word I of the result has them."""
-    return shifted(words[FIRST + I % SIZE], BELOW - I // SIZE * SIZE)
+def followed_by(words, word):  # type: ignore[no-untyped-def]
+    """The tuple `words` with `word` at its end."""
+    return words + (word,)  # noqa: RUF005
+
+
+@triton.jit
+def piece(words, FIRST: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The word of a piece that goes into word WORD of the result, its slots moved to where they stand there."""
+    return shifted(words[FIRST + WORD % SIZE], BELOW - WORD // SIZE * SIZE)
 
 
 @triton.jit
@@ -58,7 +64,7 @@ def merge(words, PIECES: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, CEL
         for p in tl.static_range(FROM + 1, TO):
             word = piece(words, PIECES[p][0], PIECES[p][1], PIECES[p][2], i)
             cell = insert(cell, word, PIECES[p][2], PIECES[p][3], CELL)
-        merged = merged + (cell,)
+        merged = followed_by(merged, cell)
     return merged
 
 
@@ -88,7 +94,7 @@ def halves(pair, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     if INTERPRETED:
         low = (pair << 16 >> 16).to(tl.int16).to(DTYPE, bitcast=True)
         return low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    elif DTYPE == tl.bfloat16:
+    elif DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
         )
@@ -109,7 +115,7 @@ def multiply_add(a, b, c, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
         high = (a_high.to(tl.float32) * b_high.to(tl.float32) + c_high.to(tl.float32)).to(DTYPE)
         low_bits = low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return high.to(tl.int16, bitcast=True).to(tl.int32) << 16 | low_bits
-    elif DTYPE == tl.bfloat16:
+    elif DTYPE == tl.bfloat16:  # noqa: SIM300
         return tl.inline_asm_elementwise(
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -120,7 +126,7 @@ def multiply_add(a, b, c, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def numbers(
+def numbers(  # type: ignore[no-untyped-def]
     cells,
     WORD: tl.constexpr,
     SHIFT: tl.constexpr,
@@ -131,7 +137,7 @@ def numbers(
     SIGN_MASK: tl.constexpr,
     HALF: tl.constexpr,
     DTYPE: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """The values of one slot by `layouts.Extract`, in a new last dimension of 2: the lanes."""
     word = shifted(cells[WORD], -SHIFT)
     magic = tl.full(word.shape, MAGIC, tl.int32)
@@ -143,7 +149,7 @@ def numbers(
     else:
         pair = multiply_add(pair, times, tl.full(word.shape, PLUS, tl.int32), DTYPE)
     if HALF != 0:
-        one: tl.constexpr = 0x3F803F80 if DTYPE == tl.bfloat16 else 0x3C003C00
+        one: tl.constexpr = 0x3F803F80 if DTYPE == tl.bfloat16 else 0x3C003C00  # noqa: SIM300
         pair = multiply_add(pair, tl.full(word.shape, one, tl.int32), tl.full(word.shape, HALF, tl.int32), DTYPE)
     low, high = halves(pair, DTYPE)
     return tl.join(low, high)
