@@ -78,6 +78,13 @@ def test_the_first_planes_are_the_lower_widths(choices: tuple[int, ...]) -> None
         assert torch.equal(layouts.unpack_words(shorter, layouts.read_fields(fields, bits), bits, 17, 257), read)
 
 
+def test_few_halves_are_added_on_their_own() -> None:
+    cells = {2: 2, 3: 4, 4: 4, 6: 8, 8: 8}
+    halves = {b: sum(s.half != 0 for s in layouts.extracts(b, c, torch.bfloat16, True)) for b, c in cells.items()}
+    assert halves == {2: 2, 3: 8, 4: 4, 6: 8, 8: 16}  # of 16 slots
+    assert not any(s.half for b, c in cells.items() for s in layouts.extracts(b, c, torch.bfloat16, False))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("centred", [False, True])
 def test_cells_in_the_mantissa_share_a_shift(dtype: torch.dtype, centred: bool) -> None:

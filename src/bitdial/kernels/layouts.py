@@ -201,11 +201,13 @@ def extracts(bits: int, cell: int, dtype: torch.dtype, centred: bool) -> tuple[E
     steps = []
     for j in range(SLOTS):
         word, at = j % cell, j // cell
-        place = cell * (at % together)
-        # c = u - 2^(bits-1). The half is subtracted with it where the sum is a number of this type: not at place 0.
+        shift, place = cell * together * (at // together), cell * (at % together)
+        if centred and shift and cell * (together - 1) + 1 + bits <= mantissa:
+            shift, place = shift - 1, place + 1
+        # c = u - 2^(bits-1). The half is added with it where both make one number of this type: not at place 0, which
+        # is why a shift leaves a place free if it can.
         now = 0.5 if centred and place > 0 else 0.0
         later = _pair(0.5, dtype) if centred and place == 0 else 0
-        shift = cell * together * (at // together)
         exponent = _bits(2.0**mantissa, dtype)
         if bits > mantissa:
             masks = _both(0x7F), _both(exponent), _pair(-1.0, dtype), 0, _both(0x80)

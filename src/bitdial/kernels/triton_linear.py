@@ -70,39 +70,42 @@ def _few(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    # Tensors are shaped so that what one warp works on lies along one dimension (WARPS), and what one thread has of it
-    # along the first and last: then the reshapes and permutations below move nothing.
+    # What is loaded has two dimensions: the last lies in one piece in memory, and the first runs over what the threads
+    # of a warp share, then the warps, then what one thread has in turn. Triton hands out 16 bytes a thread in that very
+    # order, and the reshapes and permutations below move nothing.
     split = tl.program_id(1)
-    row_tile = tl.program_id(0) * ROW_TILES + tl.arange(0, ROW_TILES)
-    warp = tl.arange(0, WARPS)
-    at = tl.arange(0, 128)
+    lead = tl.arange(0, ROW_TILES * WARPS)
+    row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
     live_rows = row_tile * 16 < rows
-    tile_start = (row_tile.to(tl.int64) * column_tiles)[:, None, None] * 128 + at[None, None, :]
-    token = tl.arange(0, TOKEN_TILES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    word_start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x_lead = tl.arange(0, TOKEN_TILES * WARPS * 8)
+    token = x_lead // (WARPS * 8) * 8 + x_lead % 8
+    x_warp = x_lead // 8 % WARPS
     inside = tl.arange(0, 32)
-    x_start = token[:, None, :, None] * columns + inside[None, None, None, :]
-    live_tokens = (token < tokens)[:, None, :, None]
+    x_start = (token * columns)[:, None] + inside[None, :]
     total = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)
-    other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains of sums wait half as long
+    other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains wait half as long
 
     per_split = tl.cdiv(tl.cdiv(column_tiles, WARPS), SPLITS)
     first = split * per_split
     end = tl.minimum(first + per_split, tl.cdiv(column_tiles, WARPS))
-    words = _words(words_ptr, tile_start, first * WARPS + warp, live_rows, plane_words, column_tiles, PLANES)
+    tile = first * WARPS + lead % WARPS
+    words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
     for step in range(first, end):
-        tile = step * WARPS + warp
+        tile = step * WARPS + lead % WARPS
         if not AHEAD:
-            words = _words(words_ptr, tile_start, tile, live_rows, plane_words, column_tiles, PLANES)
+            words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
         cells = whole_codes(words, PIECES, RANGES)
         if AHEAD:
-            words = _words(words_ptr, tile_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+            words = _words(words_ptr, word_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+        x_tile = step * WARPS + x_warp
         for two in tl.static_range(8):
-            column = tile * 256 + two * 32
-            x_live = live_tokens & (tile < column_tiles)[None, :, None, None]
+            column = (x_tile * 256 + two * 32)[:, None]
+            x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
             if not EVEN:
-                x_live = x_live & ((column[None, :, None, None] + inside[None, None, None, :]) < columns)
-            x = tl.load(x_ptr + x_start + column[None, :, None, None], mask=x_live, other=0.0)
-            x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # tokens / 8, warp, token % 8, q, slot, c, e
+                x_live = x_live & (column + inside[None, :] < columns)
+            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+            x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
             total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
             other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
@@ -121,9 +124,9 @@ def _few(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of one tile for each warp: a tuple of PLANES tensors (row tiles, warps, 128)."""
-    live = live_rows[:, None, None] & (tile < column_tiles)[None, :, None]
-    at = words_ptr + (start + tile[None, :, None] * 128)
+    """The words of one tile of each row for each warp: a tuple of PLANES tensors (row tiles * warps, 128)."""
+    live = (live_rows & (tile < column_tiles))[:, None]
+    at = words_ptr + (start + tile[:, None] * 128)
     words = ()
     for plane in tl.static_range(PLANES):
         loaded = tl.load(at + plane * plane_words.to(tl.int64), mask=live, other=0, eviction_policy="evict_first")
