@@ -209,7 +209,7 @@ def few_candidates(text: str | None) -> list[Any]:
     if text is None:
         text = ("1,8,1,1,1,0 1,8,1,0,1,0 1,4,1,1,1,0 1,4,1,0,1,0 1,16,1,1,1,0 1,8,1,0,3,0 1,4,1,0,3,0 1,4,1,0,4,0 "
                 "2,8,1,1,1,0 2,8,1,0,1,0 2,4,1,1,1,0 2,4,1,0,3,0 1,8,2,1,1,0 1,4,2,1,1,0 2,4,2,1,1,0 2,8,2,1,1,0 "
-                "1,8,1,1,1,64 4,4,2,0,1,0")  # fmt: skip
+                "1,8,1,1,1,64 4,4,2,0,1,0 4,4,4,0,1,0 4,8,4,0,1,0")  # fmt: skip
     made = []
     for item in text.split():
         row_tiles, warps, splits, ahead, stages, registers = map(int, item.split(","))
@@ -221,7 +221,7 @@ def many_candidates(text: str | None) -> list[Any]:
     """Settings to try for many tokens; `text` as "tokens,rows,warps,stages ..." names others."""
     from bitdial.kernels.triton_linear import ManySettings
 
-    text = text or "128,128,8,2 64,128,8,3 128,64,4,2 64,64,4,3 256,128,8,2 128,128,4,2 32,64,4,3"
+    text = text or "128,128,8,2 64,128,8,3 128,64,4,2 64,64,4,3 128,128,4,2 32,64,4,3"
     return [ManySettings(*map(int, item.split(","))) for item in text.split()]
 
 

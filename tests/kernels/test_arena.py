@@ -86,6 +86,20 @@ def test_any_sequence_of_switches_ends_as_a_fresh_arena_does() -> None:
     assert all(torch.equal(arena.words(name), fresh.words(name)) for name in codes)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_recorded_switch_serves_every_width() -> None:
+    codes = layers(8)
+    arena = PackedArena(codes, high=8, bit_choices=(8, 4, 2), device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arena.repack()
+    for bits in (4, 2, 8):
+        arena._bits.fill_(bits)
+        graph.replay()
+        arena.bits = dict.fromkeys(codes, bits)
+        check(arena, codes)
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_blocks_are_those_of_the_kernel() -> None:
     from bitdial.kernels import triton_repack

@@ -161,6 +161,20 @@ def test_the_op_is_declared_well(with_bias: bool) -> None:
     torch.library.opcheck(packed_linear, (x, weight.words, weight.scale, bias, list(weight.fields), 4, 8, True))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_a_recorded_call_repeats(tokens: int) -> None:
+    weight, _ = make("nested", 8, 33, 1024)
+    x = torch.randn(tokens, 1024, device=DEVICE).bfloat16()
+    weight.linear(x, 3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = weight.linear(x, 3)
+    x.copy_(torch.randn(tokens, 1024, device=DEVICE))
+    graph.replay()
+    assert torch.equal(y, weight.linear(x, 3))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is not compiled")
 def test_the_op_compiles_without_a_break() -> None:
     weight, _ = make("nested", 8, 20, 300)

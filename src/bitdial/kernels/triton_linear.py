@@ -294,9 +294,10 @@ def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings
     """A first guess, by counting; `benchmarks/linear.py --sweep` finds better ones on the GPU at hand.
 
     16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Above 8 tokens
-    the tokens are most of what a program reads, so it takes twice the rows. Few rows: the columns are shared out.
+    the tokens are most of what a program reads, so it takes twice the rows if registers suffice. Few rows: the columns
+    are shared out.
     """
-    row_tiles = 1 if tokens <= 8 else 2
+    row_tiles = 2 if tokens > 8 and bits <= 4 else 1
     programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
     steps = triton.cdiv(columns, TILE_COLUMNS * 8)
     splits = 1
