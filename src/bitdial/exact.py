@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
-from bitdial.plan import dialled_layers
+from bitdial.plan import dialled_layers, unwrap
 
 _SUM_BITS = 52
 _MOST_BITS = 24
@@ -50,9 +50,9 @@ def code_exact(model: nn.Module) -> nn.Module:
     for name, layer in dialled_layers(model).items():
         if not isinstance(layer, PackedLayer):
             raise ConfigError(f"layer {name!r} holds a float weight; code_exact takes a live model, from load(path)")
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(unwrap(model)).eval()
     for module in model.modules():
-        twin = _TWINS.get(type(module))
+        twin = getattr(module, "exact_type", _TWINS.get(type(module)))  # a module on integer kernels names its own
         if twin is not None:
             module.__class__ = twin  # the same state, another forward
     return model
@@ -138,7 +138,15 @@ def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + _over_channels(layer.bias.detach(), y, layer)
 
 
-class ExactQuantizedConv2d(PackedConv2d):
+class ExactLayer(PackedLayer):
+    """What both exact layers on codes share: they take the codes of a width when they run. Abstract."""
+
+    def select_bits(self, weight_bits: int, act_bits: int) -> None:
+        """Change the widths; `active` is not used."""
+        self.weight_bits, self.act_bits = weight_bits, act_bits
+
+
+class ExactQuantizedConv2d(ExactLayer, PackedConv2d):
     """PackedConv2d by integer sums."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -146,7 +154,7 @@ class ExactQuantizedConv2d(PackedConv2d):
         return _quantized_forward(self, input)
 
 
-class ExactQuantizedLinear(PackedLinear):
+class ExactQuantizedLinear(ExactLayer, PackedLinear):
     """PackedLinear by integer sums."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -175,18 +183,21 @@ class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
-        if self.running_mean is None or self.running_var is None:
-            raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
-        mean, variance = _float64(self.running_mean), _float64(self.running_var)
-        weight = _float64(self.weight) if self.affine else np.ones_like(mean)
-        bias = _float64(self.bias) if self.affine else np.zeros_like(mean)
-        deviation = np.sqrt(variance + self.eps)
         shape = (1, -1, *(1,) * (input.dim() - 2))
-        multiplier, offset = (
-            torch.from_numpy(values.astype(np.float32)).to(input.device).view(shape)
-            for values in (weight / deviation, bias - mean * weight / deviation)
-        )
+        multiplier, offset = (line.to(input.device).view(shape) for line in norm_lines(self))
         return input * multiplier + offset
+
+
+def norm_lines(norm: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    """Multiplier and offset (2, channels) of a batch norm, float32, on the CPU."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
+    mean, variance = _float64(norm.running_mean), _float64(norm.running_var)
+    weight = _float64(norm.weight) if norm.affine else np.ones_like(mean)
+    bias = _float64(norm.bias) if norm.affine else np.zeros_like(mean)
+    deviation = np.sqrt(variance + norm.eps)
+    lines = np.stack([weight / deviation, bias - mean * weight / deviation])
+    return torch.from_numpy(lines.astype(np.float32))
 
 
 def _float64(values: Tensor) -> np.ndarray:

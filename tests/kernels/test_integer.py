@@ -91,14 +91,14 @@ def make_case(
     weight = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (k, r, s, c // groups), generator=seeded(2))
     if extreme:  # the largest sums that there can be
         a, weight = torch.full_like(a, most - 1), torch.full_like(weight, -(2 ** (bits - 1)))
-    scale, zero, _, _, shift = quantizer(kind, bits).tolist()
+    _, zero, _, _, shift = quantizer(kind, bits).tolist()
     integers = 2 * weight + 1 if halves else weight
     factor = torch.rand(k, generator=seeded(3)) * 0.01 + 0.001
     pad = int(zero - shift)
     sums = int64_convolution(a.numpy() - int(zero), integers.numpy(), stride, padding, dilation, groups)
     assert np.abs(sums).max() < 2**31
     y = sums.astype(np.float32) * factor.numpy()[:, None, None]
-    options: dict[str, Any] = {name: None for name in ("bias", "norm", "other", "first", "second", "cap")}
+    options: dict[str, Any] = dict.fromkeys(("bias", "norm", "other", "first", "second", "cap"))
     if finish.get("bias"):
         options["bias"] = randn(k, seed=4)
         y = y + options["bias"].numpy()[:, None, None]
@@ -137,7 +137,7 @@ def int64_convolution(
 ) -> np.ndarray:
     """Sums of a (N, C, H, W) with w (K, R, S, C / groups), tap by tap."""
     a = np.pad(a, ((0, 0), (0, 0), (padding[0],) * 2, (padding[1],) * 2)).astype(np.int64)
-    (n, c, h, width), (k, r, s, cg) = a.shape, w.shape
+    (n, _, h, width), (k, r, s, cg) = a.shape, w.shape
     oh, ow = (
         (size - d * (t - 1) - 1) // st + 1 for size, t, d, st in zip((h, width), (r, s), dilation, stride, strict=True)
     )

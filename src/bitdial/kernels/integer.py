@@ -81,8 +81,8 @@ def integer_conv2d(
         from bitdial.kernels import triton_integer as kernels
 
         x = _channels_last(x)
-        moves = ((s[0], s[1]) for s in (stride, padding, dilation))
-        geometry = kernels.Geometry.of(x, weight, *moves, groups)
+        steps, zeros, spread = ((s[0], s[1]) for s in (stride, padding, dilation))
+        geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
         finish = kernels.Finish(norm, _like(other, sizes), cap, first, second, keep)
         outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
         return _filled(outputs, x.device)
@@ -191,8 +191,8 @@ def _fake(shape: list[int], device: torch.device, first: Tensor | None, second: 
     def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
 
-    codes = (made(quantizer is not None, torch.int8) for quantizer in (first, second))
-    return _filled((made(keep, torch.float32), *codes), device)
+    codes, more = (made(quantizer is not None, torch.int8) for quantizer in (first, second))
+    return _filled((made(keep, torch.float32), codes, more), device)
 
 
 # --- what follows a sum, by PyTorch ---------------------------------------------------------------
@@ -215,9 +215,9 @@ def _finish_by_torch(
         y = y + other
     if cap is not None:
         y = y.clamp(0.0, None if math.isinf(cap) else cap)
-    codes = (None if quantizer is None else stored_codes(y, quantizer) for quantizer in (first, second))
+    codes, more = (None if quantizer is None else stored_codes(y, quantizer) for quantizer in (first, second))
     value = _arranged(y) if keep else None
-    return _filled((x.clone() if value is x else value, *codes), y.device)
+    return _filled((x.clone() if value is x else value, codes, more), y.device)
 
 
 def stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:

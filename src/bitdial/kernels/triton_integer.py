@@ -402,5 +402,5 @@ def _outputs(
     def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
 
-    codes = (made(quantizer is not None, torch.int8) for quantizer in (finish.first, finish.second))
-    return made(finish.keep, torch.float32), *codes
+    first, second = (made(quantizer is not None, torch.int8) for quantizer in (finish.first, finish.second))
+    return made(finish.keep, torch.float32), first, second
