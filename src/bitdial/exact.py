@@ -63,12 +63,17 @@ def _fixed_point(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tens
 
     The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts.
     """
-    wide = x.double()
+    inverse, power = fixed_point_powers(x, bits, by_sample=by_sample)
+    return (x.double() * inverse).round_(), power
+
+
+def fixed_point_powers(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
+    """1 / power and power of `x` in fixed point."""
     dims = tuple(range(1, x.dim())) if by_sample else tuple(range(x.dim()))
-    largest = wide.abs().amax(dim=dims, keepdim=True) if dims else wide.abs()
+    largest = (x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()).double()
     exponent = (largest.view(torch.int64) >> 52) - 1022  # of float64: largest < 2**exponent
     exponent = torch.where(largest > 0, exponent, 0) - bits
-    return (wide * _power_of_two(-exponent)).round_(), _power_of_two(exponent)
+    return _power_of_two(-exponent), _power_of_two(exponent)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -130,12 +135,21 @@ def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Te
 
 def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
     """A layer kept in float: input and weight in fixed point."""
-    bits = _bits_for(_terms(layer.weight), factors=2)
-    a, power = _fixed_point(x, bits, by_sample=_batched(layer, x))
-    w, weight_power = _fixed_point(layer.weight.detach(), bits, by_sample=False)
+    a, power = _fixed_point(x, float_layer_bits(layer), by_sample=_batched(layer, x))
+    w, weight_power = fixed_point_weight(layer)
     y = _sum(layer, a, w) * power
     y = (y * weight_power.reshape(())).float()
     return y if layer.bias is None else y + _over_channels(layer.bias.detach(), y, layer)
+
+
+def float_layer_bits(layer: nn.Conv2d | nn.Linear) -> int:
+    """Bits of the fixed-point numbers of a layer kept in float, those of its input and those of its weight."""
+    return _bits_for(_terms(layer.weight), factors=2)
+
+
+def fixed_point_weight(layer: nn.Conv2d | nn.Linear) -> tuple[Tensor, Tensor]:
+    """The weight of a layer kept in float as whole numbers and their power, both float64."""
+    return _fixed_point(layer.weight.detach(), float_layer_bits(layer), by_sample=False)
 
 
 class ExactLayer(PackedLayer):

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
 ]
 
-POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32"}
+POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.float64: "*fp64"}
 OF_A_QUOTIENT = 4  # multiply-adds that a correctly rounded quotient takes: see `_ratio`
 
 
@@ -115,3 +115,15 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
         multiply_adds, conversions = len(re.findall(r"fma\.rn\.f32", ptx)), len(re.findall(r"cvt\.rzi\.s\S*\.f32", ptx))
         assert conversions > 0
         assert multiply_adds == OF_A_QUOTIENT * conversions
+
+
+def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
+    from bitdial.kernels import triton_fixed_point, triton_integer
+
+    x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
+    geometry = triton_integer.Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
+    finish = triton_integer.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
+    triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
+    assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
+    assert "fma.rn.f64" not in assembly[0]

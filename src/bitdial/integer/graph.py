@@ -1,8 +1,8 @@
 """The graph of a model with fused nodes: each layer does what follows it, and hands on codes instead of values.
 
-`fuse` traces the model (torch.fx) and puts two kinds of nodes into it. A LayerCall runs a layer on codes, its norm, a
-residual addition, a ReLU, and the quantizers of up to two layers that read the result. A ValueCall does the same behind
-a float value: the model's input, a pool, a layer kept in float. Parameters, norms and widths stay in the model's own
+`fuse` traces the model (torch.fx) and puts two kinds of nodes into it. A LayerCall runs a layer, its norm, a residual
+addition, a ReLU, and the quantizers of up to two layers that read the result. A ValueCall does the same behind a float
+value: the model's input, a pool. Parameters, norms and widths stay in the model's own
 modules. Where a node meets something that the operators do not take, it runs the modules that it replaced.
 """
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from bitdial.exact import ExactLayer
 from bitdial.integer.layers import IntegerLayer, IntegerNorm
+from bitdial.integer.shapes import KernelLayer
 from bitdial.kernels.integer import Outputs, integer_finish
 from bitdial.nn import SwitchableBatchNorm
 
@@ -82,24 +83,27 @@ class Call(nn.Module):
 
 
 class LayerCall(Call):
-    """Runs a layer on codes, and what follows."""
+    """Runs a layer, on codes or, if it is kept in float, on values; and what follows."""
 
-    def __init__(self, layer: IntegerLayer, norm: IntegerNorm | None, cap: float | None):
+    def __init__(self, layer: KernelLayer, norm: IntegerNorm | None, cap: float | None):
         super().__init__(norm, cap)
         self._layer = (layer,)
 
     @property
-    def layer(self) -> IntegerLayer:
+    def layer(self) -> KernelLayer:
         """The layer, the model's own."""
         return self._layer[0]
 
-    def forward(self, codes: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
+    def forward(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
         """(value, codes of the first reader, of the second)."""
-        fits = self.norm is None or self.layer.is_batch(codes)
-        if fits and (other is None or _adds(other, self.layer.output_shape(codes))):
+        if x.dtype not in (torch.int8, torch.float32):  # a layer kept in float, behind something of another type
+            return self.finish_apart(self.layer(x), other)
+        self.layer.check_shape(x)
+        fits = self.norm is None or self.layer.is_batch(x)
+        if fits and (other is None or _adds(other, self.layer.output_shape(x))):
             lines = None if self.norm is None else self.norm.lines
-            return self.layer.run(codes, norm=lines, **self.ending(other))
-        return self.finish_apart(self.layer.run(codes)[0], other)
+            return self.layer.run(x, norm=lines, **self.ending(other))
+        return self.finish_apart(self.layer.run(x)[0], other)
 
 
 class ValueCall(Call):
@@ -123,7 +127,8 @@ class _Tracer(fx.Tracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, ExactLayer | SwitchableBatchNorm | IntegerNorm) or type(m).__module__ == "bitdial.exact"
+        ours = isinstance(m, KernelLayer | ExactLayer | SwitchableBatchNorm | IntegerNorm)
+        ours = ours or type(m).__module__ == "bitdial.exact"
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -139,7 +144,7 @@ def fuse(model: nn.Module) -> nn.Module:
         log.info("layers run one by one: the model cannot be traced (%s)", problem)
         return model
     for node in list(graph.graph.nodes):
-        if node in graph.graph.nodes and _calls(graph, node, IntegerLayer):
+        if _calls(graph, node, KernelLayer):
             _replace_layer(graph, node)
     for node in list(graph.graph.nodes):
         if _calls(graph, node, IntegerNorm):
@@ -160,20 +165,21 @@ def fuse(model: nn.Module) -> nn.Module:
 
 
 def _replace_layer(graph: fx.GraphModule, node: fx.Node) -> None:
-    """Replace a layer, and what can follow in the same kernel, by a quantizer and a LayerCall."""
-    layer = _module(graph, node)
-    assert isinstance(layer, IntegerLayer)
-    quantizer = ValueCall()
-    quantizer.readers = (layer,)
-    with graph.graph.inserting_before(node):  # what the layer reads is what is there now
-        codes = graph.graph.call_function(operator.getitem, (_insert(graph, quantizer, (node.args[0], None)), 1))
+    """Replace a layer, and what can follow in the same kernel, by a LayerCall, behind a quantizer if it takes codes."""
+    layer, source = _module(graph, node), node.args[0]
+    assert isinstance(layer, KernelLayer)
+    if isinstance(layer, IntegerLayer):
+        quantizer = ValueCall()
+        quantizer.readers = (layer,)
+        with graph.graph.inserting_before(node):  # what the layer reads is what is there now
+            source = graph.graph.call_function(operator.getitem, (_insert(graph, quantizer, (source, None)), 1))
     norm, chain = None, [node]
     user = _only_user(node)
     if user is not None and _calls(graph, user, IntegerNorm):
         norm = _norm(graph, user)
         chain.append(user)
     other, cap = _take_rest(graph, chain)
-    _put(graph, LayerCall(layer, norm, cap), (codes, other), chain)
+    _put(graph, LayerCall(layer, norm, cap), (source, other), chain)
 
 
 def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:

@@ -13,12 +13,22 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
-from bitdial.exact import ExactBatchNorm, ExactLayer, ExactQuantizedConv2d, ExactQuantizedLinear, norm_lines
+from bitdial.exact import (
+    ExactBatchNorm,
+    ExactConv2d,
+    ExactLayer,
+    ExactLinear,
+    ExactQuantizedConv2d,
+    ExactQuantizedLinear,
+    norm_lines,
+)
+from bitdial.integer.float_layers import FixedPointConv2d, FixedPointLayer, FixedPointLinear, serves_float
+from bitdial.integer.shapes import ConvShapes, KernelLayer, LinearShapes, padding_of
 from bitdial.kernels.integer import QUANTIZER_NUMBERS, STORED_SHIFT, Outputs, integer_conv2d, integer_finish
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 
 
-class IntegerLayer(ExactLayer):
+class IntegerLayer(KernelLayer, ExactLayer):
     """What IntegerConv2d and IntegerLinear share. Abstract.
 
     Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`;
@@ -74,46 +84,28 @@ class IntegerLayer(ExactLayer):
         """`codes` of the weight in the order (K, R, S, C / groups)."""
         raise NotImplementedError
 
-    def output_shape(self, codes: Tensor) -> tuple[int, ...]:
-        """The shape of the layer's output for an input like `codes`."""
-        raise NotImplementedError
-
-    def is_batch(self, x: Tensor) -> bool:
-        """Whether channels are dimension 1 of x and of what the layer gives."""
-        raise NotImplementedError
-
-    def run(
-        self,
-        codes: Tensor,
-        *,
-        norm: Tensor | None = None,
-        other: Tensor | None = None,
-        cap: float | None = None,
-        first: Tensor | None = None,
-        second: Tensor | None = None,
-        keep: bool = True,
-    ) -> Outputs:
-        """Value and codes behind the layer and what follows; see `integer_conv2d`."""
-        raise NotImplementedError
-
     def codes_of(self, x: Tensor) -> Tensor:
         """Stored codes of the float input x at the selected width."""
-        return integer_finish(self.as_float32(x), None, None, self.quantizer, None, None, False)[1]
-
-    def as_float32(self, x: Tensor) -> Tensor:
-        """x as the quantizer takes it."""
         if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise QuantizationError(
-                f"layer {self.name!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
+                f"layer {self.called!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
             )
-        return x.float()
+        return integer_finish(x.float(), None, None, self.quantizer, None, None, False)[1]
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer at the selected widths."""
         return self.run(self.codes_of(input))[0]
 
+    def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]) -> Outputs:
+        stride, padding, dilation, groups = moves
+        return integer_conv2d(
+            x, self.integers, self.pad, self.correction, self.factor, cast(Tensor | None, self.bias),
+            finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
+            list(dilation), groups, self.halves, finish.get("cap"), finish.get("keep", True),
+        )  # fmt: skip
 
-class IntegerConv2d(IntegerLayer, ExactQuantizedConv2d):
+
+class IntegerConv2d(IntegerLayer, ConvShapes, ExactQuantizedConv2d):
     """PackedConv2d on integer kernels."""
 
     exact_type = ExactQuantizedConv2d
@@ -121,35 +113,11 @@ class IntegerConv2d(IntegerLayer, ExactQuantizedConv2d):
     def filters(self, codes: Tensor) -> Tensor:
         return codes.permute(0, 2, 3, 1)
 
-    def output_shape(self, codes: Tensor) -> tuple[int, ...]:
-        padding = padding_of(self)
-        assert padding is not None
-        sizes = (
-            (codes.shape[i - 2] + 2 * padding[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1) // self.stride[i]
-            + 1
-            for i in range(2)
-        )
-        return *codes.shape[:-3], self.out_channels, *sizes
-
-    def is_batch(self, x: Tensor) -> bool:
-        return x.dim() == 4
-
-    def run(self, codes: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
-        if (codes.dim() not in (3, 4)) or codes.shape[-3] != self.in_channels:
-            raise QuantizationError(
-                f"layer {self.name!r}: its input is {tuple(codes.shape)}, expected ({self.in_channels}, height, width) "
-                "behind a batch or alone"
-            )
-        single = codes.dim() == 3
-        if single:
-            codes, other = codes[None], None if other is None else other[None]
-        padding = padding_of(self)
-        assert padding is not None
-        outputs = _convolve(self, codes, other, (self.stride, padding, self.dilation, self.groups), finish)
-        return cast(Outputs, tuple(out[0] if out.numel() and single else out for out in outputs))
+    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
+        return self._run(x, other, (self.stride, padding_of(self), self.dilation, self.groups), finish)
 
 
-class IntegerLinear(IntegerLayer, ExactQuantizedLinear):
+class IntegerLinear(IntegerLayer, LinearShapes, ExactQuantizedLinear):
     """PackedLinear on integer kernels."""
 
     exact_type = ExactQuantizedLinear
@@ -157,45 +125,8 @@ class IntegerLinear(IntegerLayer, ExactQuantizedLinear):
     def filters(self, codes: Tensor) -> Tensor:
         return codes[:, None, None, :]
 
-    def output_shape(self, codes: Tensor) -> tuple[int, ...]:
-        return *codes.shape[:-1], self.out_features
-
-    def is_batch(self, x: Tensor) -> bool:
-        return x.dim() == 2
-
-    def run(self, codes: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
-        if codes.dim() == 0 or codes.shape[-1] != self.in_features:
-            raise QuantizationError(
-                f"layer {self.name!r}: its input is {tuple(codes.shape)}, expected (..., {self.in_features})"
-            )
-        shape = self.output_shape(codes)
-        if other is not None:
-            other = other.reshape(-1, self.out_features, 1, 1)
-        columns = codes.reshape(-1, self.in_features, 1, 1)
-        outputs = _convolve(self, columns, other, ((1, 1), (0, 0), (1, 1), 1), finish)
-        return cast(Outputs, tuple(out.reshape(shape) if out.dim() == 4 else out for out in outputs))
-
-
-def _convolve(
-    layer: IntegerLayer, codes: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]
-) -> Outputs:
-    stride, padding, dilation, groups = moves
-    return integer_conv2d(
-        codes, layer.integers, layer.pad, layer.correction, layer.factor, cast(Tensor | None, layer.bias),
-        finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
-        list(dilation), groups, layer.halves, finish.get("cap"), finish.get("keep", True),
-    )  # fmt: skip
-
-
-def padding_of(conv: nn.Conv2d) -> tuple[int, int] | None:
-    """Rows and columns of zeros on either side, None if both sides differ."""
-    if conv.padding == "valid":
-        return 0, 0
-    if conv.padding == "same":
-        both = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        return None if any(total % 2 for total in both) else (both[0] // 2, both[1] // 2)
-    rows, columns = cast(tuple[int, int], conv.padding)
-    return rows, columns
+    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
+        return self._run(x, other, ((1, 1), (0, 0), (1, 1), 1), finish)
 
 
 class IntegerNorm(nn.Module):
@@ -274,21 +205,31 @@ def serves(layer: ExactLayer) -> bool:
     """Whether the integer operators can run `layer`: quantised activations, zeros around the image, float32 scales."""
     if layer.act_scale is None or layer.weight_scale.dtype != torch.float32 or layer.act_scale.dtype != torch.float32:
         return False
-    return not isinstance(layer, nn.Conv2d) or (layer.padding_mode == "zeros" and padding_of(layer) is not None)
+    return not isinstance(layer, nn.Conv2d) or padding_of(layer) is not None
 
 
 def to_integer(model: nn.Module) -> None:
     """Change the layers and norms of the code-exact `model` in place to those on integer kernels, where these serve."""
-    modules = list(model.modules())
-    in_sets = {norm for module in modules if isinstance(module, SwitchableBatchNorm) for norm in module.sets.values()}
-    for module in modules:
+    modules = dict(model.named_modules())
+    in_sets = {
+        n for module in modules.values() if isinstance(module, SwitchableBatchNorm) for n in module.sets.values()
+    }
+    for name, module in modules.items():
         kind = None if module in in_sets else _INTEGER.get(type(module))
-        if kind is None or (isinstance(module, ExactLayer) and not serves(module)):
-            continue
-        if not all(_has_statistics(norm) for norm in module.modules() if isinstance(norm, ExactBatchNorm)):
+        if kind is None or not _can_be(module, kind):
             continue
         module.__class__ = kind  # the same state, another forward
-        cast(Any, module).allocate()
+        made = cast(Any, module)
+        made.called = name
+        made.allocate()
+
+
+def _can_be(module: nn.Module, kind: type[nn.Module]) -> bool:
+    if isinstance(module, ExactLayer):
+        return serves(module)
+    if issubclass(kind, FixedPointLayer):
+        return serves_float(module)
+    return all(_has_statistics(norm) for norm in module.modules() if isinstance(norm, ExactBatchNorm))
 
 
 def _has_statistics(norm: ExactBatchNorm) -> bool:
@@ -298,6 +239,8 @@ def _has_statistics(norm: ExactBatchNorm) -> bool:
 _INTEGER: dict[type[nn.Module], type[nn.Module]] = {
     ExactQuantizedConv2d: IntegerConv2d,
     ExactQuantizedLinear: IntegerLinear,
+    ExactConv2d: FixedPointConv2d,
+    ExactLinear: FixedPointLinear,
     SwitchableBatchNorm: IntegerSwitchableNorm,
     TransitionalBatchNorm: IntegerTransitionalNorm,
     ExactBatchNorm: IntegerBatchNorm,

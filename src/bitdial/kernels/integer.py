@@ -73,27 +73,27 @@ def integer_conv2d(
     `correction` (K,) is -pad times the sum of the filter's integers, `factor` (K,) float32(act_scale * weight_step).
     Then `bias` (K,), `norm` (2, K): multiplier and offset, `other` (like the output), ReLU up to `cap`, quantizers.
     """
-    sizes = _output_shape(x, weight, stride, padding, dilation)
+    sizes = output_shape(x, weight, stride, padding, dilation)
     terms, elements = weight[0].numel(), max(x.numel(), math.prod(sizes))
     if not elements or not x.numel() or terms > MOST_TERMS or elements >= INDEXABLE:
-        sums = _float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
+        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
     elif missing_on(x.device) is None:
         from bitdial.kernels import triton_integer as kernels
 
-        x = _channels_last(x)
+        x = channels_last(x)
         steps, zeros, spread = ((s[0], s[1]) for s in (stride, padding, dilation))
         geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
-        finish = kernels.Finish(norm, _like(other, sizes), cap, first, second, keep)
+        finish = kernels.Finish(norm, like(other, sizes), cap, first, second, keep)
         outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
-        return _filled(outputs, x.device)
+        return filled(outputs, x.device)
     elif x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
         sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
     else:
-        sums = _float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
-    y = _channels_last(sums.float()) * factor.view(-1, 1, 1)
+        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
+    y = channels_last(sums.float()) * factor.view(-1, 1, 1)
     if bias is not None:
         y = y + bias.view(-1, 1, 1)
-    return _finish_by_torch(y, norm, other, first, second, cap, keep)
+    return finish_by_torch(y, norm, other, first, second, cap, keep)
 
 
 @integer_conv2d.register_fake
@@ -116,7 +116,7 @@ def _(
     cap: float | None,
     keep: bool,
 ) -> Outputs:
-    return _fake(_output_shape(x, weight, stride, padding, dilation), x.device, first, second, keep)
+    return empty_outputs(output_shape(x, weight, stride, padding, dilation), x.device, first, second, keep)
 
 
 @torch.library.custom_op("bitdial::integer_finish", mutates_args=())
@@ -131,11 +131,11 @@ def integer_finish(
 ) -> Outputs:
     """What follows the float32 x: `norm` over the channels of (N, C, H, W) or (..., C), and so on as above."""
     if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
-        return _finish_by_torch(x, norm, other, first, second, cap, keep)
+        return finish_by_torch(x, norm, other, first, second, cap, keep)
     from bitdial.kernels import triton_integer as kernels
 
-    finish = kernels.Finish(norm, _like(other, list(x.shape)), cap, first, second, keep)
-    return _filled(kernels.finish_value(_arranged(x), finish), x.device)
+    finish = kernels.Finish(norm, like(other, list(x.shape)), cap, first, second, keep)
+    return filled(kernels.finish_value(_arranged(x), finish), x.device)
 
 
 @integer_finish.register_fake
@@ -148,13 +148,14 @@ def _(
     cap: float | None,
     keep: bool,
 ) -> Outputs:
-    return _fake(list(x.shape), x.device, first, second, keep)
+    return empty_outputs(list(x.shape), x.device, first, second, keep)
 
 
 # --- shapes and layouts -------------------------------------------------------------------------
 
 
-def _output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+def output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+    """Sizes of the convolution's output."""
     sizes = [
         (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[1 + i] - 1) - 1) // stride[i] + 1
         for i in range(2)
@@ -162,20 +163,22 @@ def _output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[in
     return [x.shape[0], weight.shape[0], *sizes]
 
 
-def _channels_last(x: Tensor) -> Tensor:
+def channels_last(x: Tensor) -> Tensor:
+    """x with its channels last in memory."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
 def _arranged(x: Tensor) -> Tensor:
-    return _channels_last(x) if x.dim() == 4 else x.contiguous()
+    return channels_last(x) if x.dim() == 4 else x.contiguous()
 
 
-def _like(other: Tensor | None, sizes: list[int]) -> Tensor | None:
+def like(other: Tensor | None, sizes: list[int]) -> Tensor | None:
+    """`other` in the memory layout of an output of these sizes."""
     assert other is None or list(other.shape) == sizes, "the caller adds tensors of other shapes itself"
     return None if other is None else _arranged(other)
 
 
-def _filled(outputs: tuple[Tensor | None, Tensor | None, Tensor | None], device: torch.device) -> Outputs:
+def filled(outputs: tuple[Tensor | None, Tensor | None, Tensor | None], device: torch.device) -> Outputs:
     """`outputs` with empty tensors for what was not asked for."""
     types = (torch.float32, torch.int8, torch.int8)
     value, codes, more = (
@@ -185,20 +188,23 @@ def _filled(outputs: tuple[Tensor | None, Tensor | None, Tensor | None], device:
     return value, codes, more
 
 
-def _fake(shape: list[int], device: torch.device, first: Tensor | None, second: Tensor | None, keep: bool) -> Outputs:
+def empty_outputs(
+    shape: list[int], device: torch.device, first: Tensor | None, second: Tensor | None, keep: bool
+) -> Outputs:
+    """Outputs of this shape, not filled."""
     layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
 
     def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
 
     codes, more = (made(quantizer is not None, torch.int8) for quantizer in (first, second))
-    return _filled((made(keep, torch.float32), codes, more), device)
+    return filled((made(keep, torch.float32), codes, more), device)
 
 
 # --- what follows a sum, by PyTorch ---------------------------------------------------------------
 
 
-def _finish_by_torch(
+def finish_by_torch(
     x: Tensor,
     norm: Tensor | None,
     other: Tensor | None,
@@ -207,6 +213,7 @@ def _finish_by_torch(
     cap: float | None,
     keep: bool,
 ) -> Outputs:
+    """What follows the float32 x, by PyTorch."""
     y = x
     if norm is not None:
         multiplier, offset = (line.view(-1, 1, 1) if y.dim() == 4 else line for line in norm)
@@ -217,7 +224,7 @@ def _finish_by_torch(
         y = y.clamp(0.0, None if math.isinf(cap) else cap)
     codes, more = (None if quantizer is None else stored_codes(y, quantizer) for quantizer in (first, second))
     value = _arranged(y) if keep else None
-    return _filled((x.clone() if value is x else value, codes, more), y.device)
+    return filled((x.clone() if value is x else value, codes, more), y.device)
 
 
 def stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
@@ -231,7 +238,7 @@ def stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
 # --- sums, by PyTorch -----------------------------------------------------------------------------
 
 
-def _float64_sums(
+def float64_sums(
     x: Tensor,
     weight: Tensor,
     pad: Tensor,
@@ -259,7 +266,7 @@ def _int_mm_sums(
     halves: bool,
 ) -> Tensor:
     """int32 sums by one integer product over the windows, laid out as a matrix."""
-    n, _, oh, ow = _output_shape(x, weight, stride, padding, dilation)
+    n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
     k, r, s, c = weight.shape
     image = x.permute(0, 2, 3, 1).contiguous()
     if any(padding):

@@ -354,21 +354,21 @@ def convolve(
     g = geometry
     pixels = x.shape[0] * g.out_height * g.out_width
     shape = (x.shape[0], g.out_channels, g.out_height, g.out_width)
-    outputs = _outputs(shape, x.device, finish)
+    outputs = outputs_for(shape, x.device, finish)
     operands = (x, weight, pad, correction, factor, bias, *finish_operands(finish), *outputs, pixels)
     moves = (*g.stride, *g.padding, *g.dilation)
-    ending = {"HALVES": halves, **_ending(finish.cap)}
+    constants = {"HALVES": halves, **ending(finish.cap)}
     if g.is_depthwise:
         tiles = tiles or default_depthwise_tiles(g)
         _convolve_depthwise[(triton.cdiv(pixels, tiles.pixels), triton.cdiv(g.channels, tiles.outputs))](
-            *operands, g.height, g.width, g.channels, g.out_height, g.out_width, g.rows, g.columns, *moves, **ending,
+            *operands, g.height, g.width, g.channels, g.out_height, g.out_width, g.rows, g.columns, *moves, **constants,
             BLOCK_P=tiles.pixels, BLOCK_C=tiles.outputs, num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return outputs
     tiles = tiles or default_tiles(g, pixels)
     across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
     _convolve[(triton.cdiv(pixels, tiles.pixels) * across, g.groups)](
-        *operands, *g[:8], *moves, g.groups, **ending, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
+        *operands, *g[:8], *moves, g.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
         BLOCK_K=tiles.outputs, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
@@ -376,10 +376,10 @@ def convolve(
 
 def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Value and codes after the float32 x, which is channels last (N, C, H, W) or contiguous (..., C)."""
-    outputs = _outputs(tuple(x.shape), x.device, finish)
+    outputs = outputs_for(tuple(x.shape), x.device, finish)
     channels = x.shape[1] if x.dim() == 4 else x.shape[-1]
     _finish[(triton.cdiv(x.numel(), FINISH_BLOCK),)](
-        x, *finish_operands(finish), *outputs, x.numel(), channels, **_ending(finish.cap), BLOCK=FINISH_BLOCK,
+        x, *finish_operands(finish), *outputs, x.numel(), channels, **ending(finish.cap), BLOCK=FINISH_BLOCK,
         enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
@@ -390,13 +390,15 @@ def finish_operands(finish: Finish) -> tuple[Tensor | None, ...]:
     return finish.norm, finish.other, finish.first, finish.second
 
 
-def _ending(cap: float | None) -> dict[str, object]:
+def ending(cap: float | None) -> dict[str, object]:
+    """The constants of a ReLU up to `cap`, or of none."""
     return {"CAP": cap is not None, "LIMIT": None if cap is None or math.isinf(cap) else cap}
 
 
-def _outputs(
+def outputs_for(
     shape: tuple[int, ...], device: torch.device, finish: Finish
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Memory for what `finish` asks for: value, codes, more codes."""
     layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
 
     def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:

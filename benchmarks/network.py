@@ -1,0 +1,150 @@
+"""Whole networks on integer kernels against PyTorch, at each bit-width, measured in one run.
+
+    python benchmarks/network.py                    # ResNet18 and 50: a table, and results/network-h200.json (-cpu)
+    python benchmarks/network.py --device cpu       # ResNet18, batch 1 and 8, against float32
+    python benchmarks/network.py --profile          # where the time of each goes, kernel by kernel
+    python benchmarks/network.py --tiny             # a tiny network on any device, to see that it works
+
+Contenders: the float model in eager mode and under torch.compile, in bf16 (on the CPU float32), channels last; and the
+file of the prepared model, loaded with integer=True and switched by `set_bits`. On a GPU all run as CUDA graphs, one
+for each width. `exact` says that the outputs equal `code_exact`'s bit for bit, on the first images of the batch.
+
+By default the first and the last layer are kept in float, as `prepare` does; `--all-layers` quantises them too.
+The weights are random: speed does not depend on them.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if "--tiny" in sys.argv and not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+import torch
+from _timing import Action, add_arguments, medians, significant, write_record
+from torch import Tensor, nn
+
+from bitdial import QuantConfig, build_model, code_exact, load, prepare, save, set_bits
+
+LAST = torch.channels_last
+BATCHES = {"cuda": [1, 32, 256], "cpu": [1, 8]}
+NETWORKS = {"cuda": ["resnet18", "resnet50"], "cpu": ["resnet18"]}
+BIT_CHOICES = (8, 6, 4, 3, 2)
+CHECKED = 2  # images whose outputs are compared with those of `code_exact`
+
+
+def tiny() -> nn.Module:
+    """A small residual network."""
+    return build_model("cifar_resnet", blocks=1, width=4)
+
+
+def build(name: str, seed: int) -> nn.Module:
+    """A float network with random weights."""
+    torch.manual_seed(seed)
+    return (tiny() if name == "tiny" else build_model(name)).eval()
+
+
+def live_model(model: nn.Module, x: Tensor, options: argparse.Namespace) -> nn.Module:
+    """The model as a file, loaded on integer kernels."""
+    config = QuantConfig(bit_choices=BIT_CHOICES, scheme=options.scheme, keep_first_last=not options.all_layers)
+    prepared = prepare(model, config, x[:CHECKED].cpu())
+    with tempfile.TemporaryDirectory() as folder:
+        save(prepared, Path(folder) / "model.safetensors")
+        return load(Path(folder) / "model.safetensors", model, device=options.device, integer=True)
+
+
+def float_actions(model: nn.Module, x: Tensor, options: argparse.Namespace) -> dict[str, Action]:
+    """The float contenders."""
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    kind = "bf16" if options.device == "cuda" else "fp32"
+    model = model.to(options.device, dtype).to(memory_format=LAST)  # type: ignore[call-overload]
+    x = x.to(dtype)
+    actions: dict[str, Action] = {f"{kind} eager": lambda: model(x)}
+    if not options.no_compile:
+        compiled = torch.compile(model)
+        actions[f"{kind} compiled"] = lambda: compiled(x)
+    return actions
+
+
+def measure(name: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one network at one batch size."""
+    cuda = options.device == "cuda"
+    size = 8 if name == "tiny" else 224
+    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(options.seed))
+    x = x.to(options.device, memory_format=LAST)
+    model = build(name, options.seed)
+    live = live_model(model, x, options)
+    exact = code_exact(live)
+    network = live._fused[0]  # without the look at the input, which waits for the device
+    actions = float_actions(model, x, options)
+    equal: dict[int, bool] = {}
+    # A width has its own graph, recorded while it is set; the operands of all are the same tensors, so the rounds of
+    # one width are measured together, beside the float contenders.
+    rows: list[dict[str, Any]] = []
+    for bits in options.bits:
+        set_bits(live, bits)
+        set_bits(exact, bits)
+        equal[bits] = torch.equal(live(x[:CHECKED]), exact(x[:CHECKED]))
+        times = medians({**actions, "integer": lambda: network(x)}, cuda=cuda, rounds=options.rounds)
+        base = times[list(actions)[-1]]
+        for kernel, ms in times.items():
+            row: dict[str, Any] = {"kernel": kernel, "network": name, "batch": batch, "ms": significant(ms)}
+            row |= {"speedup": significant(base / ms), "against": list(actions)[-1]}
+            if kernel == "integer":
+                row |= {"weight_bits": bits, "act_bits": bits, "scheme": options.scheme, "exact": equal[bits]}
+                row["first_and_last"] = "quantised" if options.all_layers else "float"
+            if kernel == "integer" or bits == options.bits[0]:
+                rows.append(row)
+                print(line(row), flush=True)
+    if options.profile:
+        for kernel, action in {**actions, "integer": lambda: network(x)}.items():
+            print(f"{name} batch {batch} {kernel}\n{profile(action, cuda)}", flush=True)
+    return rows
+
+
+def profile(action: Action, cuda: bool) -> str:
+    """A table of the kernels that take most of the time."""
+    action()
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * cuda
+    with torch.profiler.profile(activities=kinds) as found:
+        action()
+        if cuda:
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    return found.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as a line of the printed table."""
+    bits = f"w{row['weight_bits']}a{row['act_bits']}" if "weight_bits" in row else ""
+    text = f"{row['network']:9} batch {row['batch']:3} {row['kernel']:14} {bits:5} {row['ms']:9.4f} ms {row['speedup']:6.2f}x"
+    return text + ("" if "exact" not in row else " exact" if row["exact"] else " WRONG")
+
+
+def main() -> None:
+    """Measure, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--networks", nargs="+", choices=["resnet18", "resnet20", "resnet50", "mobilenet_v2"])
+    parser.add_argument("--batches", nargs="+", type=int)
+    parser.add_argument("--bits", nargs="+", type=int, choices=BIT_CHOICES, default=list(BIT_CHOICES))
+    parser.add_argument("--scheme", choices=["double_rounding", "nested"], default="double_rounding")
+    parser.add_argument("--all-layers", action="store_true", help="quantise the first and the last layer too")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--profile", action="store_true", help="print the kernels that take most of the time")
+    options = parser.parse_args()
+    names = ["tiny"] if options.tiny else options.networks or NETWORKS[options.device]
+    batches = [3] if options.tiny else options.batches or BATCHES[options.device]
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        for name in names:
+            for batch in batches:
+                rows += measure(name, batch, options)
+    write_record("network", options, rows)
+
+
+if __name__ == "__main__":
+    main()
