@@ -117,7 +117,7 @@ class Work:
         g = self.geometry
         moves = (list(g.stride), list(g.padding), list(g.dilation), g.groups)
         sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, halves)
-        y = sums.float() * self.factor.view(-1, 1, 1)
+        y = integer.channels_last(sums.float() * self.factor.view(-1, 1, 1))
         return integer.finish_by_torch(y, self.norm, None, self.quantizer, None, math.inf, False)[1]
 
     def times(self, actions: dict[str, Action], options: argparse.Namespace) -> dict[str, float]:

@@ -14,9 +14,11 @@ The weights are random: speed does not depend on them.
 """
 
 import argparse
+import copy
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def float_actions(model: nn.Module, x: Tensor, options: argparse.Namespace) -> d
     """The float contenders."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     kind = "bf16" if options.device == "cuda" else "fp32"
-    model = model.to(options.device, dtype).to(memory_format=LAST)  # type: ignore[call-overload]
+    model = copy.deepcopy(model).to(options.device, dtype).to(memory_format=LAST)  # type: ignore[call-overload]
     x = x.to(dtype)
     actions: dict[str, Action] = {f"{kind} eager": lambda: model(x)}
     if not options.no_compile:
@@ -69,40 +71,36 @@ def float_actions(model: nn.Module, x: Tensor, options: argparse.Namespace) -> d
     return actions
 
 
-def measure(name: str, batch: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one network at one batch size."""
-    cuda = options.device == "cuda"
-    size = 8 if name == "tiny" else 224
-    x = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(options.seed))
-    x = x.to(options.device, memory_format=LAST)
+def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of one network."""
     model = build(name, options.seed)
-    live = live_model(model, x, options)
+    size = 8 if options.tiny else 224
+    largest = max(options.batches)
+    images = torch.randn(largest, 3, size, size, generator=torch.Generator().manual_seed(options.seed))
+    images = images.to(options.device, memory_format=LAST)
+    live = live_model(model, images, options)
     exact = code_exact(live)
     network = live._fused[0]  # without the look at the input, which waits for the device
-    actions = float_actions(model, x, options)
-    equal: dict[int, bool] = {}
-    # A width has its own graph, recorded while it is set; the operands of all are the same tensors, so the rounds of
-    # one width are measured together, beside the float contenders.
-    rows: list[dict[str, Any]] = []
-    for bits in options.bits:
-        set_bits(live, bits)
-        set_bits(exact, bits)
-        equal[bits] = torch.equal(live(x[:CHECKED]), exact(x[:CHECKED]))
-        times = medians({**actions, "integer": lambda: network(x)}, cuda=cuda, rounds=options.rounds)
-        base = times[list(actions)[-1]]
-        for kernel, ms in times.items():
-            row: dict[str, Any] = {"kernel": kernel, "network": name, "batch": batch, "ms": significant(ms)}
-            row |= {"speedup": significant(base / ms), "against": list(actions)[-1]}
-            if kernel == "integer":
-                row |= {"weight_bits": bits, "act_bits": bits, "scheme": options.scheme, "exact": equal[bits]}
-                row["first_and_last"] = "quantised" if options.all_layers else "float"
-            if kernel == "integer" or bits == options.bits[0]:
-                rows.append(row)
-                print(line(row), flush=True)
-    if options.profile:
-        for kernel, action in {**actions, "integer": lambda: network(x)}.items():
-            print(f"{name} batch {batch} {kernel}\n{profile(action, cuda)}", flush=True)
-    return rows
+    for batch in options.batches:
+        x = images[:batch]
+        floats = float_actions(model, x, options)
+        base = list(floats)[-1]
+        for bits in options.bits:  # all widths share the operands' tensors: each is measured while it is set
+            set_bits(live, bits)
+            set_bits(exact, bits)
+            equal = torch.equal(live(x[:CHECKED]), exact(x[:CHECKED]))
+            times = medians({**floats, "integer": lambda x=x: network(x)}, cuda=x.is_cuda, rounds=options.rounds)
+            for kernel, ms in times.items():
+                row: dict[str, Any] = {"kernel": kernel, "network": name, "batch": batch, "ms": significant(ms)}
+                row |= {"speedup": significant(times[base] / ms), "against": base}
+                if kernel == "integer":
+                    row |= {"weight_bits": bits, "act_bits": bits, "scheme": options.scheme, "exact": equal}
+                    row["first_and_last"] = "quantised" if options.all_layers else "float"
+                if kernel == "integer" or bits == options.bits[0]:
+                    yield row
+        if options.profile:
+            for kernel, action in {**floats, "integer": lambda x=x: network(x)}.items():
+                print(f"{name} batch {batch} {kernel}\n{profile(action, x.is_cuda)}", flush=True)
 
 
 def profile(action: Action, cuda: bool) -> str:
@@ -120,7 +118,8 @@ def profile(action: Action, cuda: bool) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as a line of the printed table."""
     bits = f"w{row['weight_bits']}a{row['act_bits']}" if "weight_bits" in row else ""
-    text = f"{row['network']:9} batch {row['batch']:3} {row['kernel']:14} {bits:5} {row['ms']:9.4f} ms {row['speedup']:6.2f}x"
+    text = f"{row['network']:9} batch {row['batch']:3} {row['kernel']:14} {bits:5} {row['ms']:9.4f} ms"
+    text += f" {row['speedup']:6.2f}x"
     return text + ("" if "exact" not in row else " exact" if row["exact"] else " WRONG")
 
 
@@ -136,13 +135,14 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of the time")
     options = parser.parse_args()
-    names = ["tiny"] if options.tiny else options.networks or NETWORKS[options.device]
-    batches = [3] if options.tiny else options.batches or BATCHES[options.device]
+    names = options.networks or (["tiny"] if options.tiny else NETWORKS[options.device])
+    options.batches = options.batches or ([3] if options.tiny else BATCHES[options.device])
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
         for name in names:
-            for batch in batches:
-                rows += measure(name, batch, options)
+            for row in measure(name, options):
+                rows.append(row)
+                print(line(row), flush=True)
     write_record("network", options, rows)
 
 

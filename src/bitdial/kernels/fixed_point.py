@@ -57,7 +57,7 @@ def fixed_point_conv2d(
         sums = F.conv2d((x.double() * inverse).round_(), weight.permute(0, 3, 1, 2), None, stride, padding)
     y = channels_last((sums * power * weight_power).float())
     if bias is not None:
-        y = y + bias.view(-1, 1, 1)
+        y.add_(bias.view(-1, 1, 1))
     return finish_by_torch(y, norm, other, first, second, cap, keep)
 
 

@@ -90,9 +90,9 @@ def integer_conv2d(
         sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
     else:
         sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
-    y = channels_last(sums.float()) * factor.view(-1, 1, 1)
+    y = channels_last(sums.float()).mul_(factor.view(-1, 1, 1))
     if bias is not None:
-        y = y + bias.view(-1, 1, 1)
+        y.add_(bias.view(-1, 1, 1))
     return finish_by_torch(y, norm, other, first, second, cap, keep)
 
 
@@ -131,7 +131,7 @@ def integer_finish(
 ) -> Outputs:
     """What follows the float32 x: `norm` over the channels of (N, C, H, W) or (..., C), and so on as above."""
     if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
-        return finish_by_torch(x, norm, other, first, second, cap, keep)
+        return finish_by_torch(_arranged(x).clone(), norm, other, first, second, cap, keep)
     from bitdial.kernels import triton_integer as kernels
 
     finish = kernels.Finish(norm, like(other, list(x.shape)), cap, first, second, keep)
@@ -205,7 +205,7 @@ def empty_outputs(
 
 
 def finish_by_torch(
-    x: Tensor,
+    y: Tensor,
     norm: Tensor | None,
     other: Tensor | None,
     first: Tensor | None,
@@ -213,26 +213,22 @@ def finish_by_torch(
     cap: float | None,
     keep: bool,
 ) -> Outputs:
-    """What follows the float32 x, by PyTorch."""
-    y = x
+    """What follows the float32 y, which lies as outputs do and is overwritten, by PyTorch."""
     if norm is not None:
         multiplier, offset = (line.view(-1, 1, 1) if y.dim() == 4 else line for line in norm)
-        y = y * multiplier + offset
+        y.mul_(multiplier).add_(offset)
     if other is not None:
-        y = y + other
+        y.add_(other)
     if cap is not None:
-        y = y.clamp(0.0, None if math.isinf(cap) else cap)
-    codes, more = (None if quantizer is None else stored_codes(y, quantizer) for quantizer in (first, second))
-    value = _arranged(y) if keep else None
-    return filled((x.clone() if value is x else value, codes, more), y.device)
+        y.clamp_(0.0, None if math.isinf(cap) else cap)
+    codes, more = (None if quantizer is None else _stored_codes(y, quantizer) for quantizer in (first, second))
+    return filled((y if keep else None, codes, more), y.device)
 
 
-def stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
+def _stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
     """Stored codes (int8) of the float32 y."""
     scale, zero, least, most, shift = quantizer
-    codes = (y / scale).round_().add_(zero)
-    codes = torch.minimum(torch.maximum(codes, least), most).sub_(shift)
-    return _arranged(codes.to(torch.int8))
+    return (y / scale).round_().add_(zero).clamp_(least, most).sub_(shift).to(torch.int8)
 
 
 # --- sums, by PyTorch -----------------------------------------------------------------------------
@@ -278,8 +274,8 @@ def _int_mm_sums(
     ).reshape(n * oh * ow, r * s * c)
     sums = torch._int_mm(windows, weight.reshape(k, -1).t())
     if halves:
-        sums = 2 * sums + windows.sum(dim=1, keepdim=True, dtype=torch.int32)
-    return (sums + correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
+        sums.mul_(2).add_(windows.sum(dim=1, keepdim=True, dtype=torch.int32))
+    return sums.add_(correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
 
 
 @functools.cache
