@@ -18,9 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial import BitPlan, QuantConfig, Rule, add_transitions, build_model, code_exact, load, prepare, save, set_bits
+from bitdial import (
+    BitPlan,
+    QuantConfig,
+    Rule,
+    add_transitions,
+    build_model,
+    code_exact,
+    export_onnx,
+    load,
+    prepare,
+    save,
+    set_bits,
+)
 from bitdial import runtime as runtime_module
-from bitdial.errors import QuantizationError
+from bitdial.errors import ConfigError, QuantizationError
 from bitdial.integer import IntegerModel
 from bitdial.integer.graph import Call, LayerCall
 from bitdial.integer.layers import IntegerConv2d, IntegerLayer
@@ -246,7 +258,7 @@ def test_codes_are_taken_where_they_are_used_if_values_change_in_place(tmp_path:
 
 def test_hooks_are_not_passed_by(tmp_path: Path) -> None:
     model, x = make("linear", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE)
+    live = load(tmp_path / "m", model, device=DEVICE, integer=False)
     seen: list[str] = []
     live.second.register_forward_hook(lambda *args: seen.append("second"))
     IntegerModel(live)(x)
@@ -317,6 +329,28 @@ def test_torch_compile(tmp_path: Path) -> None:
     equal(compiled, code_exact(live), x, 8)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("net", ["residual", "inverted", "linear"])
+def test_a_recorded_graph_follows_the_dial(net: str, tmp_path: Path) -> None:
+    model, x = make(net, tmp_path / "m")
+    live = load(tmp_path / "m", model, device=DEVICE)
+    assert isinstance(live, IntegerModel)
+    exact, graph = code_exact(live), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        live(x)
+    side.synchronize()
+    with torch.cuda.graph(graph):
+        out = live(x)
+    rng = random.Random(3)
+    for setting in (8, 2, random_plan(live, rng), (4, 8), random_plan(live, rng)):
+        set_bits(live, setting)
+        set_bits(exact, setting)
+        graph.replay()
+        assert torch.equal(out, exact(x)), setting
+
+
 # --- where it is used -----------------------------------------------------------------------------
 
 
@@ -349,6 +383,15 @@ def test_a_gpu_runs_integer_kernels_if_all_activations_are_quantised(
         model, _ = make("inverted", tmp_path / "m", activations=activations)
         wanted = runtime_module._wants_integer(load(tmp_path / "m", model), torch.device("cuda"), None)
         assert wanted == (activations == "auto")
+
+
+def test_exports_want_float_kernels(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+    model, x = make("inverted", tmp_path / "m")
+    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    with pytest.raises(ConfigError, match=r"load\(path, integer=False\)"):
+        export_onnx(live, tmp_path / "m.onnx", x)
 
 
 def test_the_float_weight_takes_no_memory(tmp_path: Path) -> None:

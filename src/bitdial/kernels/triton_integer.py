@@ -24,6 +24,7 @@ from torch import Tensor
 from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
 
 FINISH_BLOCK = 1024
+PROCESSORS = 132  # of an H200; fewer programs leave some idle
 
 
 class Geometry(NamedTuple):
@@ -196,15 +197,16 @@ def _convolve(  # type: ignore[no-untyped-def]
     image = q // (OH * OW)
     top = q // OW % OH * STRIDE_H - PAD_H
     left = q % OW * STRIDE_W - PAD_W
+    window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
     sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
     totals = tl.zeros((BLOCK_P,), dtype=tl.int32)
     for step in range(R * S * CHUNKS):
         tap = step // CHUNKS
         c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
-        row = top + tap // S * DILATION_H
-        column = left + tap % S * DILATION_W
-        at = x_ptr + (((image * H + row) * W + column) * C + group * CG)[:, None] + c[None, :]
+        down, along = tap // S * DILATION_H, tap % S * DILATION_W
+        at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
         if PADDED:
+            row, column = top + down, left + along
             inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
             at = tl.where(inside[:, None], at, pad_ptr + c[None, :])
         if EVEN:
@@ -328,6 +330,8 @@ def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
     inputs = _power(geometry.channels // geometry.groups, 32, 128)
     outputs = _power(geometry.out_channels // geometry.groups, 16, 128)
     rows = 64 if pixels <= 8192 else 128
+    while outputs > 32 and triton.cdiv(pixels, rows) * triton.cdiv(geometry.out_channels, outputs) < PROCESSORS:
+        outputs //= 2
     return Tiles(rows, inputs, outputs, 8 if rows * outputs > 8192 else 4, 4 if inputs < 128 else 3)
 
 
