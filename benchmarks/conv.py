@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from bitdial import build_model
 from bitdial.kernels import integer, triton_integer
-from bitdial.kernels.triton_integer import Finish, Geometry, Tiles
+from bitdial.kernels.triton_finish import Finish
+from bitdial.kernels.triton_integer import Geometry, Tiles
 
 ROTATED_BYTES = 128 << 20  # of a layer's inputs
 MOST_COPIES = 32
@@ -157,7 +158,9 @@ def candidates(work: Work) -> Iterator[Tiles]:
             continue
         for stages in (3, 5):
             if stages * (rows + width) * depth <= 200 << 10:
-                yield Tiles(rows, depth, width, 8 if rows * width >= 128 * 128 else 4, stages)
+                warps = 8 if rows * width >= 128 * 128 else 4
+                for slices in {1, min(4, max(1, width // 32))}:
+                    yield Tiles(rows, depth, width, warps, stages, slices)
 
 
 def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -263,7 +266,7 @@ def main() -> None:
     parser.add_argument("--linear", nargs=3, type=int, metavar=("M", "N", "K"), action="append", default=[])
     parser.add_argument("--compile", action="store_true", help="measure bf16 under torch.compile too")
     parser.add_argument("--sweep", action="store_true", help="measure many tilings of each layer instead")
-    parser.add_argument("--tiles", nargs=5, type=int, metavar=("PIXELS", "INPUTS", "OUTPUTS", "WARPS", "STAGES"))
+    parser.add_argument("--tiles", nargs=6, type=int, metavar=tuple(name.upper() for name in Tiles._fields))
     parser.add_argument("--compile-ahead", type=int, default=0, help="processes that compile before measuring")
     parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -24,6 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GEOMETRIES = {  # images, channels, height, width, output channels, filter, stride, padding, dilation, groups
     "3x3": (2, 16, 7, 6, 20, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     "one tile and a bit": (1, 64, 9, 9, 130, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "a tile of two slices": (1, 40, 4, 4, 61, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     "3 channels": (1, 3, 9, 8, 5, (7, 7), (2, 2), (3, 3), (1, 1), 1),
     "odd everything": (1, 37, 5, 6, 33, (3, 2), (2, 1), (1, 2), (1, 2), 1),
     "1x1 with stride": (3, 32, 5, 5, 16, (1, 1), (2, 2), (0, 0), (1, 1), 1),

@@ -54,6 +54,7 @@ def type_of(value: object) -> str:
 def launch(
     *, channels: int, outputs: int, taps: int = 3, groups: int = 1, halves: bool = False, everything: bool = True
 ) -> None:
+    from bitdial.kernels import triton_finish
     from bitdial.kernels import triton_integer as kernels
 
     x = torch.zeros(32, channels, 14, 14, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
@@ -62,7 +63,7 @@ def launch(
     line, numbers = torch.zeros(outputs), torch.zeros(5)
     other = torch.zeros(32, outputs, 14, 14).contiguous(memory_format=torch.channels_last) if everything else None
     second = numbers if everything else None
-    finish = kernels.Finish(
+    finish = triton_finish.Finish(
         torch.zeros(2, outputs), other, 6.0 if everything else math.inf, numbers, second, everything
     )
     pad, correction = torch.zeros(channels // groups, dtype=torch.int8), line.int()
@@ -106,7 +107,7 @@ def test_depthwise_compiles(assembly: list[str]) -> None:
 
 def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str]) -> None:
     """The norm's product and sum must not become one multiply-add; those there are belong to the quotients."""
-    from bitdial.kernels import triton_integer as kernels
+    from bitdial.kernels import triton_finish as kernels
 
     x, numbers = torch.zeros(4, 16), torch.ones(5)
     kernels.finish_value(x, kernels.Finish(torch.zeros(2, 16), x, math.inf, numbers, None, True))
@@ -118,12 +119,12 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
 
 
 def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
-    from bitdial.kernels import triton_fixed_point, triton_integer
+    from bitdial.kernels import triton_finish, triton_fixed_point, triton_integer
 
     x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
     geometry = triton_integer.Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
-    finish = triton_integer.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
+    finish = triton_finish.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
     triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
     assert "fma.rn.f64" not in assembly[0]

@@ -45,13 +45,15 @@ def fixed_point_conv2d(
     sizes = output_shape(x, weight, stride, padding, NO_DILATION)
     if missing_on(x.device) is None and x.numel() and 0 < max(x.numel(), math.prod(sizes)) < INDEXABLE:
         from bitdial.kernels import triton_fixed_point as kernels
-        from bitdial.kernels.triton_integer import Finish, Geometry
+        from bitdial.kernels.triton_finish import Finish
+        from bitdial.kernels.triton_integer import Geometry
 
         x = channels_last(x)
         steps, zeros = ((s[0], s[1]) for s in (stride, padding))
         geometry = Geometry.of(x, weight, steps, zeros, (1, 1), 1)
         finish = Finish(norm, like(other, sizes), cap, first, second, keep)
-        return filled(kernels.convolve(x, weight, powers, weight_power, bias, finish, geometry), x.device)
+        with torch.cuda.device_of(x):
+            return filled(kernels.convolve(x, weight, powers, weight_power, bias, finish, geometry), x.device)
     inverse, power = powers.view(2, -1, 1, 1, 1)
     with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
         sums = F.conv2d((x.double() * inverse).round_(), weight.permute(0, 3, 1, 2), None, stride, padding)

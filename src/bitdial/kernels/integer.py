@@ -79,12 +79,14 @@ def integer_conv2d(
         sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
     elif missing_on(x.device) is None:
         from bitdial.kernels import triton_integer as kernels
+        from bitdial.kernels.triton_finish import Finish
 
         x = channels_last(x)
         steps, zeros, spread = ((s[0], s[1]) for s in (stride, padding, dilation))
         geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
-        finish = kernels.Finish(norm, like(other, sizes), cap, first, second, keep)
-        outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
+        finish = Finish(norm, like(other, sizes), cap, first, second, keep)
+        with torch.cuda.device_of(x):
+            outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
         return filled(outputs, x.device)
     elif x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
         sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
@@ -132,10 +134,11 @@ def integer_finish(
     """What follows the float32 x: `norm` over the channels of (N, C, H, W) or (..., C), and so on as above."""
     if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
         return finish_by_torch(_arranged(x).clone(), norm, other, first, second, cap, keep)
-    from bitdial.kernels import triton_integer as kernels
+    from bitdial.kernels import triton_finish as kernels
 
     finish = kernels.Finish(norm, like(other, list(x.shape)), cap, first, second, keep)
-    return filled(kernels.finish_value(_arranged(x), finish), x.device)
+    with torch.cuda.device_of(x):
+        return filled(kernels.finish_value(_arranged(x), finish), x.device)
 
 
 @integer_finish.register_fake

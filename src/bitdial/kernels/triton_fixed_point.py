@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton_integer import Finish, Geometry, Tiles, _finish_tile, ending, finish_operands, outputs_for
+from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
+from bitdial.kernels.triton_integer import Geometry, Tiles
 
 
 @triton.jit

@@ -9,21 +9,17 @@ Codes are stored as int8: those of an unsigned kind less 128. With x the stored 
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
 Weights that are 2 * w + 1 and do not fit int8 (`halves`: centred codes of 8 bits) take 2 * sum(x * w) + sum(x).
 
-What follows the sum is float32 in the order of `bitdial.exact`, each operation rounded once: the kernels are compiled
-without contraction to multiply-adds.
+What follows the sums is in `triton_finish`.
 """
 
-import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
+from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
 
-FINISH_BLOCK = 1024
 PROCESSORS = 132  # of an H200; fewer programs leave some idle
 
 
@@ -68,70 +64,15 @@ class Geometry(NamedTuple):
         return self.groups == self.channels == self.out_channels
 
 
-class Finish(NamedTuple):
-    """What follows a layer's sums: norm (2, channels), addition, ReLU, quantizers (see `bitdial.kernels.integer`)."""
-
-    norm: Tensor | None
-    other: Tensor | None
-    cap: float | None
-    first: Tensor | None
-    second: Tensor | None
-    keep: bool
-
-
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: pixels, input channels, output channels; warps and pipeline stages."""
+    """How a kernel cuts its work: pixels, input and output channels; warps, pipeline stages, slices of what follows."""
 
     pixels: int
     inputs: int
     outputs: int
     warps: int
     stages: int
-
-
-@triton.jit
-def _code(y, quantizer_ptr):  # type: ignore[no-untyped-def]
-    """The stored int8 code of y."""
-    scale, zero = tl.load(quantizer_ptr), tl.load(quantizer_ptr + 1)
-    least, most = tl.load(quantizer_ptr + 2) - zero, tl.load(quantizer_ptr + 3) - zero
-    whole = _nearest(_clip(_ratio(y, scale, least, most), least, most))
-    return (whole + (zero - tl.load(quantizer_ptr + 4))).to(tl.int8)
-
-
-@triton.jit
-def _finish_tile(  # type: ignore[no-untyped-def]
-    y,
-    at,
-    channel,
-    live,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
-    value_ptr,
-    codes_ptr,
-    more_ptr,
-    K: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Norm, addition, ReLU and quantizers of the tile y, which lies at `at`; what is None is left out."""
-    if norm_ptr is not None:
-        used = channel < K
-        y = y * tl.load(norm_ptr + channel, mask=used, other=0.0)
-        y = y + tl.load(norm_ptr + K + channel, mask=used, other=0.0)
-    if other_ptr is not None:
-        y = y + tl.load(other_ptr + at, mask=live, other=0.0)
-    if CAP:
-        y = tl.maximum(y, 0.0)
-    if LIMIT is not None:
-        y = tl.minimum(y, LIMIT)
-    if value_ptr is not None:
-        tl.store(value_ptr + at, y, mask=live)
-    if first_ptr is not None:
-        tl.store(codes_ptr + at, _code(y, first_ptr), mask=live)
-    if second_ptr is not None:
-        tl.store(more_ptr + at, _code(y, second_ptr), mask=live)
+    slices: int = 1
 
 
 @triton.jit
@@ -141,6 +82,42 @@ def _weights(w_ptr, at, used, EVEN: tl.constexpr):  # type: ignore[no-untyped-de
         return tl.load(w_ptr + at)
     else:
         return tl.load(w_ptr + at, mask=used, other=0)
+
+
+@triton.jit
+def _halves(tile):  # type: ignore[no-untyped-def]
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _finish_sums(  # type: ignore[no-untyped-def]
+    sums,
+    p,
+    live,
+    group,
+    start,
+    ends,
+    outs,
+    K: tl.constexpr,
+    KG: tl.constexpr,
+    CAP: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """What follows the sums of the pixels p and of the group's output channels from `start` on."""
+    correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr = ends
+    value_ptr, codes_ptr, more_ptr = outs
+    k = start + tl.arange(0, sums.shape[1])[None, :]
+    channel = group * KG + k
+    used = k < KG
+    sums += tl.load(correction_ptr + channel, mask=used, other=0)
+    y = sums.to(tl.float32) * tl.load(factor_ptr + channel, mask=used, other=0.0)
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
+    _finish_tile(
+        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first_ptr, second_ptr,
+        value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -180,6 +157,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
 ):
     CG: tl.constexpr = C // GROUPS
     KG: tl.constexpr = K // GROUPS
@@ -219,16 +197,25 @@ def _convolve(  # type: ignore[no-untyped-def]
             totals += tl.sum(x.to(tl.int32), axis=1)
     if HALVES:
         sums = 2 * sums + totals[:, None]
-    channel = group * KG + k[None, :]
-    used = k[None, :] < KG
-    sums += tl.load(correction_ptr + channel, mask=used, other=0)
-    y = sums.to(tl.float32) * tl.load(factor_ptr + channel, mask=used, other=0.0)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
-    _finish_tile(
-        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first_ptr, second_ptr,
-        value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT,
-    )  # fmt: skip
+    # The rest goes slice by slice, so that its operands need not all be in registers at once.
+    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
+    outs = (value_ptr, codes_ptr, more_ptr)
+    start = tl.program_id(0) % ACROSS * BLOCK_K
+    QUARTER: tl.constexpr = BLOCK_K // 4
+    if SLICES == 4:
+        left_half, right_half = _halves(sums)
+        one, two = _halves(left_half)
+        three, four = _halves(right_half)
+        _finish_sums(one, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(two, p, live, group, start + QUARTER, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(three, p, live, group, start + 2 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(four, p, live, group, start + 3 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
+    elif SLICES == 2:
+        one, two = _halves(sums)
+        _finish_sums(one, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(two, p, live, group, start + 2 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
+    else:
+        _finish_sums(sums, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
 
 
 @triton.jit
@@ -286,39 +273,9 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             if HALVES:
                 w = 2 * w + 1
             sums += x * w[None, :]
-    channel = c[None, :]
-    sums += tl.load(correction_ptr + channel, mask=used, other=0)
-    y = sums.to(tl.float32) * tl.load(factor_ptr + channel, mask=used, other=0.0)
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
-    _finish_tile(
-        y, p[:, None] * C + channel, channel, live, norm_ptr, other_ptr, first_ptr, second_ptr, value_ptr, codes_ptr,
-        more_ptr, C, CAP, LIMIT,
-    )  # fmt: skip
-
-
-@triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    x_ptr,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
-    value_ptr,
-    codes_ptr,
-    more_ptr,
-    count,
-    K: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < count
-    y = tl.load(x_ptr + at, mask=live, other=0.0)
-    _finish_tile(
-        y, at, at % K, live, norm_ptr, other_ptr, first_ptr, second_ptr, value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT
-    )
+    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
+    start = tl.program_id(1) * BLOCK_C
+    _finish_sums(sums, p, p < pixels, 0, start, ends, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
 
 
 def _power(value: int, least: int, most: int) -> int:
@@ -332,7 +289,8 @@ def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
     rows = 64 if pixels <= 8192 else 128
     while outputs > 32 and triton.cdiv(pixels, rows) * triton.cdiv(geometry.out_channels, outputs) < PROCESSORS:
         outputs //= 2
-    return Tiles(rows, inputs, outputs, 8 if rows * outputs > 8192 else 4, 4 if inputs < 128 else 3)
+    slices = min(4, max(1, outputs // 32))
+    return Tiles(rows, inputs, outputs, 8 if rows * outputs > 8192 else 4, 4 if inputs < 128 else 3, slices)
 
 
 def default_depthwise_tiles(geometry: Geometry) -> Tiles:
@@ -373,40 +331,7 @@ def convolve(
     across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
     _convolve[(triton.cdiv(pixels, tiles.pixels) * across, g.groups)](
         *operands, *g[:8], *moves, g.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
-        BLOCK_K=tiles.outputs, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    return outputs
-
-
-def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Value and codes after the float32 x, which is channels last (N, C, H, W) or contiguous (..., C)."""
-    outputs = outputs_for(tuple(x.shape), x.device, finish)
-    channels = x.shape[1] if x.dim() == 4 else x.shape[-1]
-    _finish[(triton.cdiv(x.numel(), FINISH_BLOCK),)](
-        x, *finish_operands(finish), *outputs, x.numel(), channels, **ending(finish.cap), BLOCK=FINISH_BLOCK,
+        BLOCK_K=tiles.outputs, SLICES=tiles.slices, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
-
-
-def finish_operands(finish: Finish) -> tuple[Tensor | None, ...]:
-    """The tensors that the kernels read at the end of a tile, in their order."""
-    return finish.norm, finish.other, finish.first, finish.second
-
-
-def ending(cap: float | None) -> dict[str, object]:
-    """The constants of a ReLU up to `cap`, or of none."""
-    return {"CAP": cap is not None, "LIMIT": None if cap is None or math.isinf(cap) else cap}
-
-
-def outputs_for(
-    shape: tuple[int, ...], device: torch.device, finish: Finish
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Memory for what `finish` asks for: value, codes, more codes."""
-    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-
-    def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
-
-    first, second = (made(quantizer is not None, torch.int8) for quantizer in (finish.first, finish.second))
-    return made(finish.keep, torch.float32), first, second
