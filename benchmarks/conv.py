@@ -147,7 +147,7 @@ class Work:
 def candidates(work: Work) -> Iterator[Tiles]:
     """Tilings worth a try: what fits the layer, a warp group for each 64 rows, stages as shared memory allows."""
     g = work.geometry
-    inputs = {min(size, triton_integer._power(g.channels // g.groups, 32, 256)) for size in (64, 128, 256)}
+    inputs = {min(size, triton_integer._power(triton_integer.run_of(g), 32, 256)) for size in (64, 128, 256)}
     outputs = {min(size, triton_integer._power(g.out_channels // g.groups, 16, 256)) for size in (64, 128, 256)}
     if g.is_depthwise:
         for pixels, channels in itertools.product((16, 32, 64, 128), (32, 64, 128)):

@@ -9,8 +9,8 @@ Contenders: the float model in eager mode and under torch.compile, in bf16 (on t
 file of the prepared model, loaded with integer=True and switched by `set_bits`. On a GPU all run as CUDA graphs, one
 for each width. `exact` says that the outputs equal `code_exact`'s bit for bit, on the first images of the batch.
 
-By default the first and the last layer are kept in float, as `prepare` does; `--all-layers` quantises them too.
-The weights are random: speed does not depend on them.
+There is a row with the first and the last layer kept in float, as `prepare` does unless told, and one with all layers
+quantised (`first_and_last`). The weights are random: speed does not depend on them.
 """
 
 import argparse
@@ -35,6 +35,7 @@ LAST = torch.channels_last
 BATCHES = {"cuda": [1, 32, 256], "cpu": [1, 8]}
 NETWORKS = {"cuda": ["resnet18", "resnet50"], "cpu": ["resnet18"]}
 BIT_CHOICES = (8, 6, 4, 3, 2)
+FIRST_AND_LAST = ["float", "quantised"]
 CHECKED = 2  # images whose outputs are compared with those of `code_exact`
 
 
@@ -49,9 +50,9 @@ def build(name: str, seed: int) -> nn.Module:
     return (tiny() if name == "tiny" else build_model(name)).eval()
 
 
-def live_model(model: nn.Module, x: Tensor, options: argparse.Namespace) -> nn.Module:
+def live_model(model: nn.Module, x: Tensor, options: argparse.Namespace, *, keep_first_last: bool) -> nn.Module:
     """The model as a file, loaded on integer kernels."""
-    config = QuantConfig(bit_choices=BIT_CHOICES, scheme=options.scheme, keep_first_last=not options.all_layers)
+    config = QuantConfig(bit_choices=BIT_CHOICES, scheme=options.scheme, keep_first_last=keep_first_last)
     prepared = prepare(model, config, x[:CHECKED].cpu())
     with tempfile.TemporaryDirectory() as folder:
         save(prepared, Path(folder) / "model.safetensors")
@@ -78,29 +79,36 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     largest = max(options.batches)
     images = torch.randn(largest, 3, size, size, generator=torch.Generator().manual_seed(options.seed))
     images = images.to(options.device, memory_format=LAST)
-    live = live_model(model, images, options)
-    exact = code_exact(live)
-    network = live._fused[0]  # without the look at the input, which waits for the device
+    lives = {
+        kind: live_model(model, images, options, keep_first_last=kind == "float") for kind in options.first_and_last
+    }
+    exacts = {kind: code_exact(live) for kind, live in lives.items()}
     for batch in options.batches:
         x = images[:batch]
         floats = float_actions(model, x, options)
-        base = list(floats)[-1]
+        base, actions = list(floats)[-1], dict(floats)
+        for kind, live in lives.items():
+            network = live._fused[0]  # without the look at the input, which waits for the device
+            actions[kind] = lambda network=network, x=x: network(x)
         for bits in options.bits:  # all widths share the operands' tensors: each is measured while it is set
-            set_bits(live, bits)
-            set_bits(exact, bits)
-            equal = torch.equal(live(x[:CHECKED]), exact(x[:CHECKED]))
-            times = medians({**floats, "integer": lambda x=x: network(x)}, cuda=x.is_cuda, rounds=options.rounds)
-            for kernel, ms in times.items():
-                row: dict[str, Any] = {"kernel": kernel, "network": name, "batch": batch, "ms": significant(ms)}
-                row |= {"speedup": significant(times[base] / ms), "against": base}
-                if kernel == "integer":
-                    row |= {"weight_bits": bits, "act_bits": bits, "scheme": options.scheme, "exact": equal}
-                    row["first_and_last"] = "quantised" if options.all_layers else "float"
-                if kernel == "integer" or bits == options.bits[0]:
+            for network in (*lives.values(), *exacts.values()):
+                set_bits(network, bits)
+            times = medians(actions, cuda=x.is_cuda, rounds=options.rounds)
+            for kind, ms in times.items():
+                row: dict[str, Any] = {"kernel": kind, "network": name, "batch": batch, "ms": significant(ms)}
+                row |= {
+                    "speedup": significant(times[base] / ms),
+                    "against": base,
+                    "against_ms": significant(times[base]),
+                }
+                if kind in lives:
+                    equal = torch.equal(lives[kind](x[:CHECKED]), exacts[kind](x[:CHECKED]))
+                    row |= {"kernel": "integer", "weight_bits": bits, "act_bits": bits, "scheme": options.scheme}
+                    row |= {"first_and_last": kind, "exact": equal}
+                if kind in lives or bits == options.bits[0]:
                     yield row
-        if options.profile:
-            for kernel, action in {**floats, "integer": lambda x=x: network(x)}.items():
-                print(f"{name} batch {batch} {kernel}\n{profile(action, x.is_cuda)}", flush=True)
+        for kind, action in actions.items() if options.profile else ():
+            print(f"{name} batch {batch} {kind}\n{profile(action, x.is_cuda)}", flush=True)
 
 
 def profile(action: Action, cuda: bool) -> str:
@@ -118,7 +126,8 @@ def profile(action: Action, cuda: bool) -> str:
 def line(row: dict[str, Any]) -> str:
     """A row as a line of the printed table."""
     bits = f"w{row['weight_bits']}a{row['act_bits']}" if "weight_bits" in row else ""
-    text = f"{row['network']:9} batch {row['batch']:3} {row['kernel']:14} {bits:5} {row['ms']:9.4f} ms"
+    kernel = f"{row['kernel']} {row['first_and_last']}" if bits else row["kernel"]
+    text = f"{row['network']:9} batch {row['batch']:3} {kernel:18} {bits:5} {row['ms']:9.4f} ms"
     text += f" {row['speedup']:6.2f}x"
     return text + ("" if "exact" not in row else " exact" if row["exact"] else " WRONG")
 
@@ -131,7 +140,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--bits", nargs="+", type=int, choices=BIT_CHOICES, default=list(BIT_CHOICES))
     parser.add_argument("--scheme", choices=["double_rounding", "nested"], default="double_rounding")
-    parser.add_argument("--all-layers", action="store_true", help="quantise the first and the last layer too")
+    parser.add_argument("--first-and-last", nargs="+", choices=FIRST_AND_LAST, default=FIRST_AND_LAST)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of the time")
     options = parser.parse_args()

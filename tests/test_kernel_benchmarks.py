@@ -50,8 +50,11 @@ def test_a_sweep_of_tilings(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_networks(tmp_path: Path) -> None:
     record = run(tmp_path, "network.py", "--no-compile", "--bits", "8", "3")
-    found = [(row["kernel"], row.get("weight_bits"), row.get("exact")) for row in record["rows"]]
-    assert found == [("fp32 eager", None, None), ("integer", 8, True), ("integer", 3, True)]
+    found = [
+        (row["kernel"], row.get("weight_bits"), row.get("first_and_last"), row.get("exact")) for row in record["rows"]
+    ]
+    inner = [("integer", bits, kind, True) for bits in (8, 3) for kind in ("float", "quantised")]
+    assert found == [("fp32 eager", None, None, None), *inner]
 
 
 def test_layers_of_resnet50_and_their_mean(conv: ModuleType) -> None:

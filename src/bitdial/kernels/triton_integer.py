@@ -3,7 +3,8 @@
 Everything is channels last. A convolution is a matrix product whose left rows are gathered while it runs: for each tap
 of the filter, a tile of (pixels, input channels) against a tile of (input channels, output channels), int8 tensor
 cores, int32 sums. Pixels outside the image are read from `pad`, a row that holds the code of the value 0, so no load
-has a mask where the channels fill their tiles, and all of them are 16 bytes wide where there are 16 channels.
+has a mask where the channels fill their tiles, and all of them are 16 bytes wide where there are 16 channels. Where
+there are fewer, as in an image, a whole row of the filter is one tap: its pixels lie in one piece.
 
 Codes are stored as int8: those of an unsigned kind less 128. With x the stored code and pad the stored code of 0, a
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
 
+FEW_CHANNELS = tl.constexpr(16)  # below, 16 bytes hold several pixels
 PROCESSORS = 132  # of an H200; fewer programs leave some idle
 
 
@@ -161,9 +163,13 @@ def _convolve(  # type: ignore[no-untyped-def]
 ):
     CG: tl.constexpr = C // GROUPS
     KG: tl.constexpr = K // GROUPS
-    CHUNKS: tl.constexpr = (CG + BLOCK_C - 1) // BLOCK_C
+    # What lies in one piece at a tap: the group's channels; or, where these are few, those of a row of the filter.
+    ROWS: tl.constexpr = CG < FEW_CHANNELS and GROUPS == 1 and DILATION_W == 1
+    RUN: tl.constexpr = S * CG if ROWS else CG
+    TAPS: tl.constexpr = 1 if ROWS else S
+    CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
     ACROSS: tl.constexpr = (KG + BLOCK_K - 1) // BLOCK_K
-    EVEN: tl.constexpr = CG % BLOCK_C == 0
+    EVEN: tl.constexpr = RUN % BLOCK_C == 0
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
     # Neighbours share the pixels and differ in the output channels: the pixels are the larger operand.
     group = tl.program_id(1)
@@ -178,20 +184,24 @@ def _convolve(  # type: ignore[no-untyped-def]
     window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
     sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
     totals = tl.zeros((BLOCK_P,), dtype=tl.int32)
-    for step in range(R * S * CHUNKS):
+    for step in range(R * TAPS * CHUNKS):
         tap = step // CHUNKS
         c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
-        down, along = tap // S * DILATION_H, tap % S * DILATION_W
+        down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
         at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
         if PADDED:
             row, column = top + down, left + along
-            inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            at = tl.where(inside[:, None], at, pad_ptr + c[None, :])
+            inside = ((row >= 0) & (row < H))[:, None]
+            if ROWS:
+                places = (column * C)[:, None] + c[None, :]
+                at = tl.where(inside & (places >= 0) & (places < W * C), at, pad_ptr + c[None, :] % CG)
+            else:
+                at = tl.where(inside & ((column >= 0) & (column < W))[:, None], at, pad_ptr + c[None, :])
         if EVEN:
             x = tl.load(at)
         else:
-            x = tl.load(at, mask=(c < CG)[None, :], other=0)
-        w = _weights(w_ptr, (filter_at + tap * CG)[None, :] + c[:, None], (c < CG)[:, None], EVEN)
+            x = tl.load(at, mask=(c < RUN)[None, :], other=0)
+        w = _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
         sums = tl.dot(x, w, sums, out_dtype=tl.int32)
         if HALVES:
             totals += tl.sum(x.to(tl.int32), axis=1)
@@ -282,9 +292,16 @@ def _power(value: int, least: int, most: int) -> int:
     return min(max(triton.next_power_of_2(value), least), most)
 
 
+def run_of(geometry: Geometry) -> int:
+    """How many input channels lie in one piece at a tap; for few channels a tap is a row of the filter."""
+    channels = geometry.channels // geometry.groups
+    rows = channels < FEW_CHANNELS.value and geometry.groups == 1 and geometry.dilation[1] == 1
+    return geometry.columns * channels if rows else channels
+
+
 def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
     """Tiles of a convolution of so many output pixels; a guess, not yet measured on a GPU."""
-    inputs = _power(geometry.channels // geometry.groups, 32, 128)
+    inputs = _power(run_of(geometry), 32, 128)
     outputs = _power(geometry.out_channels // geometry.groups, 16, 128)
     rows = 64 if pixels <= 8192 else 128
     while outputs > 32 and triton.cdiv(pixels, rows) * triton.cdiv(geometry.out_channels, outputs) < PROCESSORS:
