@@ -193,7 +193,7 @@ def no() -> bool:
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
     """Within this, bitdial does without its Triton kernels."""
-    with mock.patch.object(quantize, "triton_installed", no):
+    with mock.patch.object(quantize, "_triton_installed", no):
         yield
 
 

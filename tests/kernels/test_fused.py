@@ -3,6 +3,7 @@
 On a GPU they run compiled. Elsewhere this file runs itself once in a process with Triton's interpreter.
 """
 
+import contextlib
 import copy
 import importlib.util
 import math
@@ -291,7 +292,7 @@ def test_a_network_trains_the_same(name: str, scheme: str, activations: str, mon
         set_bits(twin, bits)
         mine = fast(x)
         with monkeypatch.context() as patch:
-            patch.setattr(quantize, "triton_installed", lambda: False)
+            patch.setattr(quantize, "_triton_installed", lambda: False)
             theirs = twin(x)
             grad = normal(*theirs.shape, seed=14)
             (theirs * grad).sum().backward()
@@ -378,3 +379,36 @@ def test_layers_called_by_keyword_and_filters_of_other_ranks_stay() -> None:
     assert fast.model is not model
     close(fast(x), expected, tolerance=1e-5)
     assert model.conv.weight.is_contiguous(memory_format=LAST)
+
+
+# --- the stream beside the pass -------------------------------------------------------------------
+
+
+def test_a_stream_without_work_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording breaks off if it waits for a stream that has no part in it: float32 leaves this one without work."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited_for: list[Stream] = []
+
+        def wait_stream(self, other: "Stream") -> None:
+            self.waited_for.append(other)
+
+        def record_event(self) -> str:
+            return "event"
+
+    passing = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: passing)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    side = fused.SideStream()
+    side.join()
+    assert passing.waited_for == []
+    parameter = torch.zeros(2, requires_grad=True)
+    side.start((parameter,), lambda: (torch.ones(2),), ())
+    side.join()
+    assert passing.waited_for == [side.stream]
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.ones(2))
+    side.join()
+    assert len(passing.waited_for) == 1

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitdial.kernels.quantize import triton_installed
+from bitdial.kernels.quantize import _triton_installed
 
 QUANTIZER_NUMBERS = 5
 STORED_SHIFT = 128  # of codes of an unsigned kind
@@ -35,7 +35,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 @functools.cache
 def missing_on(device: torch.device) -> str | None:
     """What `device` lacks for the Triton kernels; None if it lacks nothing."""
-    if not triton_installed():
+    if not _triton_installed():
         return "Triton is not installed"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None

@@ -18,15 +18,14 @@ from bitdial.kernels.codes import ActivationCodes, WeightCodes
 
 
 @functools.cache
-def triton_installed() -> bool:
-    """Whether Triton can be imported."""
+def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 def use_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernels serve `tensor`: float32, bfloat16 or float16 on a GPU (or under the interpreter)."""
     here = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return here and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_installed()
+    return here and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and _triton_installed()
 
 
 def value_type(x: Tensor) -> torch.dtype:
