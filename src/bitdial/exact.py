@@ -195,6 +195,8 @@ class ExactLinear(nn.Linear):
 class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm as one multiplication and one addition, each rounded once."""
 
+    statistics_are_fixed = True
+
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
         shape = (1, -1, *(1,) * (input.dim() - 2))

@@ -28,11 +28,12 @@ from bitdial import (
     export_onnx,
     load,
     prepare,
+    recalibrate_norms,
     save,
     set_bits,
 )
 from bitdial import runtime as runtime_module
-from bitdial.errors import ConfigError, QuantizationError
+from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.integer import IntegerModel
 from bitdial.integer.graph import Call, LayerCall
 from bitdial.integer.layers import IntegerConv2d, IntegerLayer
@@ -392,6 +393,15 @@ def test_exports_want_float_kernels(tmp_path: Path) -> None:
     live = load(tmp_path / "m", model, device=DEVICE, integer=True)
     with pytest.raises(ConfigError, match=r"load\(path, integer=False\)"):
         export_onnx(live, tmp_path / "m.onnx", x)
+
+
+def test_norms_cannot_be_recalibrated(tmp_path: Path) -> None:
+    model, x = make("inverted", tmp_path / "m")
+    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    for fixed in (live, code_exact(live)):
+        with pytest.raises(TrainingError, match=r"load\(path, integer=False\)"):
+            recalibrate_norms(fixed, [x], 4)
+        equal(live, fixed, x, 4)
 
 
 def test_the_float_weight_takes_no_memory(tmp_path: Path) -> None:
