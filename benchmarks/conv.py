@@ -159,8 +159,7 @@ def candidates(work: Work) -> Iterator[Tiles]:
         for stages in (3, 5):
             if stages * (rows + width) * depth <= 200 << 10:
                 warps = 8 if rows * width >= 128 * 128 else 4
-                for slices in {1, min(4, max(1, width // 32))}:
-                    yield Tiles(rows, depth, width, warps, stages, slices)
+                yield Tiles(rows, depth, width, warps, stages, min(4, max(1, width // 32)))
 
 
 def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
