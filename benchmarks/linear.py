@@ -20,12 +20,11 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from linear_peers import PEERS, installed
-from timing import copy_speed, head, medians, repeated, write
+from timing import add_arguments, copy_speed, medians, repeated, write_record
 from torch import Tensor
 
 from bitdial import functional as bf
@@ -315,12 +314,9 @@ def main() -> None:
     parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers ..."')
     parser.add_argument("--many", help='settings to try: "tokens,rows,warps,stages ..."')
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile before a sweep")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0, help="noted in the results; inputs are made from fixed seeds")
-    parser.add_argument("--tiny", action="store_true", help="a try on small shapes, on any machine")
-    parser.add_argument("--out", type=Path, help="default: results/linear-h200.json; none with --tiny or --sweep")
+    add_arguments(parser)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(options.device)
     if device.type == "cpu":
         if not options.tiny:
             print("No GPU here: nothing to measure. --tiny tries the script under Triton's interpreter.")
@@ -336,8 +332,7 @@ def main() -> None:
         )
     bench = Bench(options, device)
     print(f"A device copy moves {bench.speed / 1e6:.2f} TB/s", flush=True)
-    record = head("linear.py", options.seed, device, ["triton", "humming-kernels", "gemlite", "torchao"])
-    record |= {"rounds": options.rounds, "copy_tb_s": round(bench.speed / 1e6, 3), "left_out": missing}
+    about = {"copy_tb_s": round(bench.speed / 1e6, 3), "left_out": missing}
     cases = itertools.product(shapes, tokens)
     if options.sweep:
         kinds = options.kernels
@@ -346,13 +341,13 @@ def main() -> None:
         found = [sweep(bench, shape, m, bits, kind) for shape, m in cases for bits in options.bits for kind in kinds
                  if kind == "packed" or bits in BITS]  # fmt: skip
         best_overall(found)
-        write(record | {"sweep": found}, "linear-sweep", options.out, tiny=options.out is None)
+        write_record("linear-sweep", options, script="linear", **about, sweep=found)
         return
     rows = [row for shape, m in cases for row in bench.rows(shape, m)]
-    record |= {"headline": headline(rows, HEADLINE), "rows": rows}
-    for name, value in record["headline"].items():
+    means = headline(rows, HEADLINE)
+    for name, value in means.items():
         print(f"geometric mean at M 1: {name} {value:.2f}x bf16")
-    write(record, "linear", options.out, tiny=options.tiny)
+    write_record("linear", options, **about, headline=means, rows=rows)
 
 
 if __name__ == "__main__":

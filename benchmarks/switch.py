@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from timing import head, write
+from timing import add_arguments, write_record
 from torch import Tensor, nn
 
 from bitdial import build_model
@@ -142,19 +142,15 @@ def main() -> None:
     """Measure, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=["resnet50", "linears-1b"], default=["resnet50", "linears-1b"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tiny", action="store_true", help="a try on a small stack, on any machine")
-    parser.add_argument("--out", type=Path, help="default: results/switch-h200.json; none with --tiny")
+    add_arguments(parser, rounds=9)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(options.device)
     if device.type == "cpu":
         if not options.tiny:
             print("No GPU here: nothing to measure. --tiny tries the script under Triton's interpreter.")
             return
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first kernel does
-    record = head("switch.py", options.seed, device, ["triton"])
-    record |= {"rounds": options.rounds, "rows": [], "memory": {}, "random": {}}
+    record: dict[str, Any] = {"rows": [], "memory": {}, "random": {}}
     models = {"tiny": stack_shapes(2, 256)} if options.tiny else {
         name: resnet50_shapes() if name == "resnet50" else stack_shapes(60, 4096) for name in options.models
     }  # fmt: skip
@@ -178,7 +174,7 @@ def main() -> None:
         )  # fmt: skip
         print(f"{name:12} {record['memory'][name]} {record['random'][name]}", flush=True)
         del arena
-    write(record, "switch", options.out, tiny=options.tiny)
+    write_record("switch", options, **record)
 
 
 if __name__ == "__main__":
