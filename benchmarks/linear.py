@@ -224,33 +224,36 @@ def many_candidates(text: str | None) -> list[Any]:
     return [ManySettings(*map(int, item.split(","))) for item in text.split()]
 
 
-def warm(kinds: list[str], tokens: list[int], bits: list[int], few: str | None, many: str | None, jobs: int) -> None:
-    """Compile all settings side by side into Triton's cache on disk; one after the other it would take minutes."""
+def settings_to_try(tokens: int, options: argparse.Namespace) -> list[Any]:
+    """Settings of the kernel that serves this many tokens."""
     from bitdial.kernels.triton_linear import FEW_TOKENS
 
-    work = [(kind, m, b, settings) for kind in kinds for m in tokens for b in bits if kind == "packed" or b in BITS
-            for settings in (few_candidates(few) if m <= FEW_TOKENS else many_candidates(many))]  # fmt: skip
+    return few_candidates(options.few) if tokens <= FEW_TOKENS else many_candidates(options.many)
+
+
+def compile_ahead(work: list[tuple[str, tuple[int, int], int, int, Any]], jobs: int) -> None:
+    """Compile side by side into the caches on disk; one after the other it would take minutes."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_one, work))
+        list(pool.map(run_once, work))
 
 
-def compile_one(work: tuple[str, int, int, Any]) -> None:
-    """Run one setting once on a small weight; those that cannot run are named by the sweep."""
-    kind, tokens, bits, settings = work
+def run_once(work: tuple[str, tuple[int, int], int, int, Any]) -> None:
+    """Run one contender once; those that cannot run are named when they are measured."""
+    name, shape, tokens, bits, settings = work
     device = torch.device("cuda")
-    x = torch.zeros(tokens, 4096, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(tokens, shape[1], dtype=torch.bfloat16, device=device)
     with contextlib.suppress(Exception):
-        with_settings(packed_weight(kind, (64, 4096), bits, 0, device), bits, settings)(x)
+        if name in PEERS:
+            layer = PEERS[name](torch.randn(shape, dtype=torch.bfloat16, device=device), bits)
+        else:
+            layer = with_settings(packed_weight(name, shape, bits, 0, device), bits, settings)
+        if layer is not None:
+            layer(x)
 
 
 def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: str) -> dict[str, Any]:
     """The times of all settings at one shape, and the best."""
-    from bitdial.kernels.triton_linear import FEW_TOKENS
-
-    few = tokens <= FEW_TOKENS
-    candidates = few_candidates(bench.options.few) if few else many_candidates(bench.options.many)
-    if bench.options.tiny:
-        candidates = candidates[:2]
+    candidates = settings_to_try(tokens, bench.options)[: 2 if bench.options.tiny else None]
     x = bench.tokens(tokens, shape[1])
     first = packed_weight(kind, shape, bits, 0, bench.device)
     exact = x.float() @ values(first, bits).T
@@ -313,7 +316,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try settings of our kernels instead of contenders")
     parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers ..."')
     parser.add_argument("--many", help='settings to try: "tokens,rows,warps,stages ..."')
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile before a sweep")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is measured")
     add_arguments(parser)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -337,12 +340,18 @@ def main() -> None:
     if options.sweep:
         kinds = options.kernels
         if device.type == "cuda":
-            warm(kinds, tokens, options.bits, options.few, options.many, options.jobs)
+            work = [(kind, (64, 4096), m, bits, settings) for kind in kinds for m in tokens for bits in options.bits
+                    if kind == "packed" or bits in BITS for settings in settings_to_try(m, options)]  # fmt: skip
+            compile_ahead(work, options.jobs)
         found = [sweep(bench, shape, m, bits, kind) for shape, m in cases for bits in options.bits for kind in kinds
                  if kind == "packed" or bits in BITS]  # fmt: skip
         best_overall(found)
         write_record("linear-sweep", options, script="linear", **about, sweep=found)
         return
+    if device.type == "cuda":
+        names = [*options.kernels, *options.peers]
+        compile_ahead([(n, s, m, b, None) for s in shapes for m in tokens for b in options.bits for n in names
+                       if n != "nested" or b in BITS], options.jobs)  # fmt: skip
     rows = [row for shape, m in cases for row in bench.rows(shape, m)]
     means = headline(rows, HEADLINE)
     for name, value in means.items():
