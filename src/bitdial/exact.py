@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
-from bitdial.plan import dialled_layers
+from bitdial.plan import dialled_layers, unwrap
 
 _SUM_BITS = 52
 _MOST_BITS = 24
@@ -50,9 +50,9 @@ def code_exact(model: nn.Module) -> nn.Module:
     for name, layer in dialled_layers(model).items():
         if not isinstance(layer, PackedLayer):
             raise ConfigError(f"layer {name!r} holds a float weight; code_exact takes a live model, from load(path)")
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(unwrap(model)).eval()
     for module in model.modules():
-        twin = _TWINS.get(type(module))
+        twin = getattr(module, "exact_type", _TWINS.get(type(module)))  # a module on integer kernels names its own
         if twin is not None:
             module.__class__ = twin  # the same state, another forward
     return model
@@ -63,12 +63,17 @@ def _fixed_point(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tens
 
     The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts.
     """
-    wide = x.double()
+    inverse, power = fixed_point_powers(x, bits, by_sample=by_sample)
+    return (x.double() * inverse).round_(), power
+
+
+def fixed_point_powers(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
+    """1 / power and power of `x` in fixed point."""
     dims = tuple(range(1, x.dim())) if by_sample else tuple(range(x.dim()))
-    largest = wide.abs().amax(dim=dims, keepdim=True) if dims else wide.abs()
+    largest = (x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()).double()
     exponent = (largest.view(torch.int64) >> 52) - 1022  # of float64: largest < 2**exponent
     exponent = torch.where(largest > 0, exponent, 0) - bits
-    return (wide * _power_of_two(-exponent)).round_(), _power_of_two(exponent)
+    return _power_of_two(-exponent), _power_of_two(exponent)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -130,15 +135,32 @@ def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Te
 
 def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
     """A layer kept in float: input and weight in fixed point."""
-    bits = _bits_for(_terms(layer.weight), factors=2)
-    a, power = _fixed_point(x, bits, by_sample=_batched(layer, x))
-    w, weight_power = _fixed_point(layer.weight.detach(), bits, by_sample=False)
+    a, power = _fixed_point(x, float_layer_bits(layer), by_sample=_batched(layer, x))
+    w, weight_power = fixed_point_weight(layer)
     y = _sum(layer, a, w) * power
     y = (y * weight_power.reshape(())).float()
     return y if layer.bias is None else y + _over_channels(layer.bias.detach(), y, layer)
 
 
-class ExactQuantizedConv2d(PackedConv2d):
+def float_layer_bits(layer: nn.Conv2d | nn.Linear) -> int:
+    """Bits of the fixed-point numbers of a layer kept in float, those of its input and those of its weight."""
+    return _bits_for(_terms(layer.weight), factors=2)
+
+
+def fixed_point_weight(layer: nn.Conv2d | nn.Linear) -> tuple[Tensor, Tensor]:
+    """The weight of a layer kept in float as whole numbers and their power, both float64."""
+    return _fixed_point(layer.weight.detach(), float_layer_bits(layer), by_sample=False)
+
+
+class ExactLayer(PackedLayer):
+    """What both exact layers on codes share: they take the codes of a width when they run. Abstract."""
+
+    def select_bits(self, weight_bits: int, act_bits: int) -> None:
+        """Change the widths; `active` is not used."""
+        self.weight_bits, self.act_bits = weight_bits, act_bits
+
+
+class ExactQuantizedConv2d(ExactLayer, PackedConv2d):
     """PackedConv2d by integer sums."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -146,7 +168,7 @@ class ExactQuantizedConv2d(PackedConv2d):
         return _quantized_forward(self, input)
 
 
-class ExactQuantizedLinear(PackedLinear):
+class ExactQuantizedLinear(ExactLayer, PackedLinear):
     """PackedLinear by integer sums."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -173,20 +195,25 @@ class ExactLinear(nn.Linear):
 class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm as one multiplication and one addition, each rounded once."""
 
+    statistics_are_fixed = True
+
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
-        if self.running_mean is None or self.running_var is None:
-            raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
-        mean, variance = _float64(self.running_mean), _float64(self.running_var)
-        weight = _float64(self.weight) if self.affine else np.ones_like(mean)
-        bias = _float64(self.bias) if self.affine else np.zeros_like(mean)
-        deviation = np.sqrt(variance + self.eps)
         shape = (1, -1, *(1,) * (input.dim() - 2))
-        multiplier, offset = (
-            torch.from_numpy(values.astype(np.float32)).to(input.device).view(shape)
-            for values in (weight / deviation, bias - mean * weight / deviation)
-        )
+        multiplier, offset = (line.to(input.device).view(shape) for line in norm_lines(self))
         return input * multiplier + offset
+
+
+def norm_lines(norm: nn.modules.batchnorm._BatchNorm) -> Tensor:
+    """Multiplier and offset (2, channels) of a batch norm, float32, on the CPU."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
+    mean, variance = _float64(norm.running_mean), _float64(norm.running_var)
+    weight = _float64(norm.weight) if norm.affine else np.ones_like(mean)
+    bias = _float64(norm.bias) if norm.affine else np.zeros_like(mean)
+    deviation = np.sqrt(variance + norm.eps)
+    lines = np.stack([weight / deviation, bias - mean * weight / deviation])
+    return torch.from_numpy(lines.astype(np.float32))
 
 
 def _float64(values: Tensor) -> np.ndarray:

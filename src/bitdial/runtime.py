@@ -1,6 +1,8 @@
 """From an artifact to a model: `load` to run it, `load_trainable` to train it further."""
 
 import copy
+import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +13,13 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry, read_artifact
 from bitdial.errors import ArtifactError, ConfigError
+from bitdial.integer import IntegerModel
+from bitdial.kernels.integer import missing_on
 from bitdial.models import build_model
 from bitdial.nn import (
     ActivationQuantizer,
     PackedConv2d,
+    PackedLayer,
     PackedLinear,
     QuantConv2d,
     QuantLinear,
@@ -23,8 +28,10 @@ from bitdial.nn import (
     WeightQuantizer,
 )
 from bitdial.packing import unpack_bytes
-from bitdial.plan import STORED_PLANS, set_bits
+from bitdial.plan import STORED_PLANS, dialled_layers, set_bits
 from bitdial.prepare import swap_modules
+
+log = logging.getLogger(__name__)
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
 TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
@@ -35,15 +42,37 @@ def load(
     model: nn.Module | None = None,
     *,
     device: str | torch.device = "cpu",
+    integer: bool | None = None,
 ) -> nn.Module:
     """A live model on integer codes, in eval mode, at its highest width; `set_bits` switches it, also to stored plans.
 
     `model` is a float model of the architecture that was saved (it is not changed; its weights do not matter). It can
-    be left out for the models that bitdial ships.
+    be left out for the models that bitdial ships. `integer` runs it on integer kernels, with the outputs of
+    `code_exact`; without, codes are multiplied out and float kernels run, as in training. None chooses integer kernels
+    on a GPU that has them, if the activations of all layers are quantised.
     """
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
     live = _assemble(artifact, model, _packed_layers)
-    return live.eval().requires_grad_(False).to(device)
+    live = live.eval().requires_grad_(False).to(device)
+    return IntegerModel(live) if _wants_integer(live, torch.device(device), integer) else live
+
+
+def _wants_integer(live: nn.Module, device: torch.device, integer: bool | None) -> bool:
+    missing = missing_on(device)
+    if integer is False or (integer is None and device.type != "cuda"):
+        return False
+    if missing is not None and device.type == "cuda":
+        runs = "float kernels run" if integer is None else "slow, exact sums run"
+        _say_once(f"no integer kernels on {device}: {missing}; {runs} instead")
+    if integer is not None:
+        return integer
+    layers = dialled_layers(live).values()
+    return missing is None and all(isinstance(layer, PackedLayer) and layer.act_scale is not None for layer in layers)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.warning(message)
 
 
 def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | None = None) -> nn.Module:

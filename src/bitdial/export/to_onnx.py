@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from bitdial._version import __version__
 from bitdial.container import replacing
 from bitdial.errors import BitdialError, ConfigError, ExportError, MissingDependencyError
+from bitdial.exact import ExactLayer
 from bitdial.export.layers import BITS, INPUT, LAYER, PART, WEIGHT, traceable_copy
 from bitdial.nn import PackedLayer
 from bitdial.observe import Batch, call
@@ -95,6 +96,10 @@ def _packed_layers(model: nn.Module) -> dict[str, PackedLayer]:
     for name, layer in dialled_layers(model).items():
         if not isinstance(layer, PackedLayer):
             raise ConfigError(f"layer {name!r} holds a float weight; export_onnx takes a live model, from load(path)")
+        if isinstance(layer, ExactLayer):
+            raise ConfigError(
+                f"layer {name!r} runs by integer sums; export_onnx takes a model from load(path, integer=False)"
+            )
         layers[name] = layer
     return layers
 

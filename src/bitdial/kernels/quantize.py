@@ -22,10 +22,14 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def triton_runs(tensor: Tensor) -> bool:
+    """Whether Triton kernels run where `tensor` is: on a GPU, or under the interpreter."""
+    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _triton_installed()
+
+
 def use_triton(tensor: Tensor) -> bool:
     """Whether the Triton kernels serve `tensor`: float32, bfloat16 or float16 on a GPU (or under the interpreter)."""
-    here = tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return here and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and _triton_installed()
+    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_runs(tensor)
 
 
 def value_type(x: Tensor) -> torch.dtype:

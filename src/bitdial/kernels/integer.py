@@ -1,0 +1,294 @@
+"""Layers on integer codes as PyTorch operators: each declared once, with its schema, its fake and its reference.
+
+    integer_conv2d   a convolution (or linear layer: 1x1) of codes, and what follows it
+    integer_finish   what follows a float32 value: norm, addition, ReLU, quantizers
+
+Both give (value, codes, more): the float32 value if `keep`, and its codes by the quantizers `first` and `second`; what
+was not asked for is empty. Results equal those of `bitdial.exact` bit for bit on every path: Triton kernels on a GPU,
+oneDNN's integer product on the CPU where it is exact, else sums in float64.
+
+Codes travel as int8, channels last: those of an unsigned kind less 128, those of a signed kind as they are. A quantizer
+is a tensor of QUANTIZER_NUMBERS float32: scale, zero-point, least and largest code, and what is subtracted for storing.
+All that depends on a width is read from tensors, never from arguments, so a recorded CUDA graph follows the dial as
+long as its tensors stay where they are. The exception is `halves`: see `bitdial.integer`.
+"""
+
+import functools
+import math
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitdial.kernels.quantize import _triton_installed
+
+QUANTIZER_NUMBERS = 5
+STORED_SHIFT = 128  # of codes of an unsigned kind
+MOST_TERMS = (2**31 - 1) // 255**2  # products of 8-bit numbers whose sum fits int32
+INDEXABLE = 2**31
+NEEDED_CAPABILITY = (8, 0)  # int8 tensor cores that Triton knows
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+@functools.cache
+def missing_on(device: torch.device) -> str | None:
+    """What `device` lacks for the Triton kernels; None if it lacks nothing."""
+    if not _triton_installed():
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return "it is no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < NEEDED_CAPABILITY:
+        return f"its compute capability is {capability[0]}.{capability[1]}, below {NEEDED_CAPABILITY[0]}.0"
+    return None
+
+
+@torch.library.custom_op("bitdial::integer_conv2d", mutates_args=())
+def integer_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    halves: bool,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """The convolution of stored codes x (N, C, H, W) with integers weight (K, R, S, C / groups), and what follows.
+
+    The weight integer is `weight`, or 2 * weight + 1 if `halves`. `pad` (C / groups,) holds the stored code of 0,
+    `correction` (K,) is -pad times the sum of the filter's integers, `factor` (K,) float32(act_scale * weight_step).
+    Then `bias` (K,), `norm` (2, K): multiplier and offset, `other` (like the output), ReLU up to `cap`, quantizers.
+    """
+    sizes = output_shape(x, weight, stride, padding, dilation)
+    terms, elements = weight[0].numel(), max(x.numel(), math.prod(sizes))
+    if not elements or not x.numel() or terms > MOST_TERMS or elements >= INDEXABLE:
+        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
+    elif missing_on(x.device) is None:
+        from bitdial.kernels import triton_integer as kernels
+        from bitdial.kernels.triton_finish import Finish
+
+        x = channels_last(x)
+        steps, zeros, spread = ((s[0], s[1]) for s in (stride, padding, dilation))
+        geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
+        finish = Finish(norm, like(other, sizes), cap, first, second, keep)
+        with torch.cuda.device_of(x):
+            outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
+        return filled(outputs, x.device)
+    elif x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
+        sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
+    else:
+        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
+    y = channels_last(sums.float()).mul_(factor.view(-1, 1, 1))
+    if bias is not None:
+        y.add_(bias.view(-1, 1, 1))
+    return finish_by_torch(y, norm, other, first, second, cap, keep)
+
+
+@integer_conv2d.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    halves: bool,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    return empty_outputs(output_shape(x, weight, stride, padding, dilation), x.device, first, second, keep)
+
+
+@torch.library.custom_op("bitdial::integer_finish", mutates_args=())
+def integer_finish(
+    x: Tensor,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """What follows the float32 x: `norm` over the channels of (N, C, H, W) or (..., C), and so on as above."""
+    if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
+        return finish_by_torch(_arranged(x).clone(), norm, other, first, second, cap, keep)
+    from bitdial.kernels import triton_finish as kernels
+
+    finish = kernels.Finish(norm, like(other, list(x.shape)), cap, first, second, keep)
+    with torch.cuda.device_of(x):
+        return filled(kernels.finish_value(_arranged(x), finish), x.device)
+
+
+@integer_finish.register_fake
+def _(
+    x: Tensor,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    return empty_outputs(list(x.shape), x.device, first, second, keep)
+
+
+# --- shapes and layouts -------------------------------------------------------------------------
+
+
+def output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+    """Sizes of the convolution's output."""
+    sizes = [
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[1 + i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    ]
+    return [x.shape[0], weight.shape[0], *sizes]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """x with its channels last in memory."""
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _arranged(x: Tensor) -> Tensor:
+    return channels_last(x) if x.dim() == 4 else x.contiguous()
+
+
+def like(other: Tensor | None, sizes: list[int]) -> Tensor | None:
+    """`other` in the memory layout of an output of these sizes."""
+    assert other is None or list(other.shape) == sizes, "the caller adds tensors of other shapes itself"
+    return None if other is None else _arranged(other)
+
+
+def filled(outputs: tuple[Tensor | None, Tensor | None, Tensor | None], device: torch.device) -> Outputs:
+    """`outputs` with empty tensors for what was not asked for."""
+    types = (torch.float32, torch.int8, torch.int8)
+    value, codes, more = (
+        torch.empty(0, dtype=dtype, device=device) if out is None else out
+        for out, dtype in zip(outputs, types, strict=True)
+    )
+    return value, codes, more
+
+
+def empty_outputs(
+    shape: list[int], device: torch.device, first: Tensor | None, second: Tensor | None, keep: bool
+) -> Outputs:
+    """Outputs of this shape, not filled."""
+    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+
+    def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
+
+    codes, more = (made(quantizer is not None, torch.int8) for quantizer in (first, second))
+    return filled((made(keep, torch.float32), codes, more), device)
+
+
+# --- what follows a sum, by PyTorch ---------------------------------------------------------------
+
+
+def finish_by_torch(
+    y: Tensor,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """What follows the float32 y, which lies as outputs do and is overwritten, by PyTorch."""
+    if norm is not None:
+        multiplier, offset = (line.view(-1, 1, 1) if y.dim() == 4 else line for line in norm)
+        y.mul_(multiplier).add_(offset)
+    if other is not None:
+        y.add_(other)
+    if cap is not None:
+        y.clamp_(0.0, None if math.isinf(cap) else cap)
+    codes, more = (None if quantizer is None else _stored_codes(y, quantizer) for quantizer in (first, second))
+    return filled((y if keep else None, codes, more), y.device)
+
+
+def _stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
+    """Stored codes (int8) of the float32 y."""
+    scale, zero, least, most, shift = quantizer
+    return (y / scale).round_().add_(zero).clamp_(least, most).sub_(shift).to(torch.int8)
+
+
+# --- sums, by PyTorch -----------------------------------------------------------------------------
+
+
+def float64_sums(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    halves: bool,
+) -> Tensor:
+    """The reference: whole numbers in float64, exact below 2^53."""
+    integers = weight.permute(0, 3, 1, 2).double()
+    integers = integers * 2 + 1 if halves else integers
+    with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
+        return F.conv2d(x.double() - pad[0].double(), integers, None, stride, padding, dilation, groups)
+
+
+def _int_mm_sums(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    halves: bool,
+) -> Tensor:
+    """int32 sums by one integer product over the windows, laid out as a matrix."""
+    n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
+    k, r, s, c = weight.shape
+    image = x.permute(0, 2, 3, 1).contiguous()
+    if any(padding):
+        image = F.pad(image, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=int(pad[0]))
+    by_image, by_row, by_column, _ = image.stride()
+    windows = image.as_strided(
+        (n, oh, ow, r, s, c),
+        (by_image, by_row * stride[0], by_column * stride[1], by_row * dilation[0], by_column * dilation[1], 1),
+    ).reshape(n * oh * ow, r * s * c)
+    sums = torch._int_mm(windows, weight.reshape(k, -1).t())
+    if halves:
+        sums.mul_(2).add_(windows.sum(dim=1, keepdim=True, dtype=torch.int32))
+    return sums.add_(correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
+
+
+@functools.cache
+def int_mm_is_exact() -> bool:
+    """Whether this CPU's integer product is: instructions before VNNI add pairs of products in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for value in (-128, 127):
+        a = torch.full((32, 128), value, dtype=torch.int8)
+        b = torch.randint(-128, 128, (128, 32), generator=generator, dtype=torch.int8)
+        b[:, :16] = -128
+        if not torch.equal(torch._int_mm(a, b), (a.double() @ b.double()).int()):
+            return False
+    return True

@@ -1,0 +1,240 @@
+"""How packed weights lie in memory, and the steps by which a kernel takes them apart; pure functions, no Triton.
+
+A weight (rows, columns) is cut into **tiles** of 16 rows x 256 columns, zeros after the last row and column. In a tile,
+a **lane** is one of 256 places (16 rows x 16), and each lane has 16 **slots**: 16 codes of one row. Slot j of all the
+lanes together are 16 neighbouring columns twice over, the operand of one tensor-core instruction:
+
+    column of (lane q, c, e; slot j) = 32 * (j // 2) + 8 * q + 4 * (j % 2) + 2 * c + e      q < 4, c < 2, e < 2
+
+A code of b bits is cut into **fields** of 1, 2, 4 or 8 bits, most significant first. A field of g bits takes g 16-bit
+words of every lane: slot j lies in word j % g, from bit g * (j // g) on. With g = 2, and with g = 1:
+
+            bit 15-14   13-12   11-10   9-8    7-6    5-4    3-2    1-0              bit 15   14   ...   1    0
+    word 0     s14       s12     s10     s8     s6     s4     s2     s0     word 0       s15  s14  ...   s1   s0
+    word 1     s15       s13     s11     s9     s7     s5     s3     s1
+
+Two lanes (e = 0 and 1) make one int32, so every shift and mask serves two codes, and bits of the 16-bit lane become
+the mantissa of a bf16 or fp16 number where they are. The 128 int32 of a tile are in the order
+
+    index = 16 * (row % 8) + 4 * q + 2 * c + row // 8
+
+in which thread t of a warp finds its 8 numbers of the tensor core's operand in the 16 bytes from index 4 * t on: one
+vector load, no shared memory. Everything together is one tensor
+
+    words (planes, row tiles, column tiles, 128) int32      planes = the bits of all fields
+
+**double_rounding** and other schemes that round anew at each width hold the fields of the active width, `packed_fields`
+(3 bits = 2 + 1, 4 = 4, ...). **nested** holds the highest width in fields that end at every choice of bits,
+`nested_fields` ((8, 6, 4, 3, 2) -> 2 + 1 + 1 + 2 + 2): b bits are the first b planes, and a switch moves nothing.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bitdial.errors import ConfigError, QuantizationError
+from bitdial.functional import check_codes
+
+TILE_ROWS, TILE_COLUMNS, TILE_WORDS, SLOTS = 16, 256, 128, 16
+MOST_FIELD = 8
+_PART = 4  # fields of up to so many bits are brought together before the parts are
+
+
+# --- fields -------------------------------------------------------------------------------------
+
+
+def packed_fields(bits: int) -> tuple[int, ...]:
+    """The fewest fields that make `bits` bits: 7 -> (4, 2, 1)."""
+    if not 1 <= bits <= MOST_FIELD:
+        raise ConfigError(f"bits={bits} cannot be packed; choose from 1 to {MOST_FIELD}")
+    return tuple(size for size in (8, 4, 2, 1) if bits & size)
+
+
+def nested_fields(bit_choices: Sequence[int]) -> tuple[int, ...]:
+    """Fields of the highest of `bit_choices` that end at each of them: (8, 6, 4, 3, 2) -> (2, 1, 1, 2, 2)."""
+    ends = sorted(set(bit_choices))
+    return tuple(size for end, last in zip(ends, [0, *ends], strict=False) for size in packed_fields(end - last))
+
+
+def read_fields(fields: Sequence[int], bits: int) -> tuple[int, ...]:
+    """The first of `fields`, which hold exactly `bits` bits; ConfigError where none end there."""
+    ends = [sum(fields[: i + 1]) for i in range(len(fields))]
+    if bits not in ends:
+        raise ConfigError(f"bits={bits}: the packed weight can be read at {', '.join(map(str, ends))} bits")
+    return tuple(fields[: ends.index(bits) + 1])
+
+
+# --- codes <-> words ----------------------------------------------------------------------------
+
+
+def words_shape(fields: Sequence[int], rows: int, columns: int) -> tuple[int, int, int, int]:
+    """The shape of `words` for a weight (rows, columns)."""
+    return sum(fields), -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS), TILE_WORDS
+
+
+def pack_words(codes: Tensor, fields: Sequence[int]) -> Tensor:
+    """`codes` (rows, columns), two's complement in as many bits as `fields` have, as words of that layout."""
+    if codes.dim() != 2 or codes.dtype != torch.int8:
+        raise QuantizationError(f"codes are {codes.dtype} {tuple(codes.shape)}, expected torch.int8 (rows, columns)")
+    bits = sum(fields)
+    check_codes(codes, bits=bits)
+    shape = words_shape(fields, *codes.shape)
+    slots = _to_slots(codes, shape).to(torch.int32)
+    words = torch.empty(shape, dtype=torch.int32, device=codes.device)
+    plane, below = 0, bits
+    for size in fields:
+        below -= size
+        field = (slots >> below) & ((1 << size) - 1)
+        for i in range(size):
+            lanes = field[i].clone()
+            for p in range(1, SLOTS // size):
+                lanes |= field[i + size * p] << size * p
+            words[plane] = lanes[..., 0] | (lanes[..., 1] << 16)
+            plane += 1
+    return words
+
+
+def unpack_words(words: Tensor, fields: Sequence[int], bits: int, rows: int, columns: int) -> Tensor:
+    """The codes (rows, columns), int8, that the first `bits` bits of the packed codes make."""
+    read = read_fields(fields, bits)
+    if words.shape != (shape := words_shape(fields, rows, columns)) or words.dtype != torch.int32:
+        raise QuantizationError(f"words are {words.dtype} {tuple(words.shape)}, expected torch.int32 {shape}")
+    slots = torch.zeros((SLOTS, *shape[1:], 2), dtype=torch.int32, device=words.device)
+    plane = 0
+    for size in read:
+        for j in range(SLOTS):
+            lanes = torch.stack([words[plane + j % size], words[plane + j % size] >> 16], dim=-1)
+            slots[j] = slots[j] << size | (lanes >> j // size * size) & ((1 << size) - 1)
+        plane += size
+    codes = (slots << 32 - bits >> 32 - bits).to(torch.int8)
+    return _from_slots(codes, rows, columns)
+
+
+def _to_slots(codes: Tensor, shape: Sequence[int]) -> Tensor:
+    """Codes (rows, columns) as (16 slots, row tiles, column tiles, 128, 2): the picture above as a permutation."""
+    _, down, across, _ = shape
+    rows, columns = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, across * TILE_COLUMNS - columns, 0, down * TILE_ROWS - rows))
+    #                     tile, row // 8, row % 8; tile, j // 2, q, j % 2, c, e
+    parts = padded.reshape(down, 2, 8, across, 8, 4, 2, 2, 2)
+    return parts.permute(4, 6, 0, 3, 2, 5, 7, 1, 8).reshape(SLOTS, down, across, TILE_WORDS, 2)
+
+
+def _from_slots(slots: Tensor, rows: int, columns: int) -> Tensor:
+    _, down, across, *_ = slots.shape
+    parts = slots.reshape(8, 2, down, across, 8, 4, 2, 2, 2).permute(2, 7, 4, 3, 0, 5, 1, 6, 8)
+    return parts.reshape(down * TILE_ROWS, across * TILE_COLUMNS)[:rows, :columns].contiguous()
+
+
+# --- the steps of a kernel ----------------------------------------------------------------------
+
+
+class Merges(NamedTuple):
+    """How words of fields become words of whole codes: fields into parts of up to 4 bits, then these into cells.
+
+    `pieces` are (first word, size, bits below, width). Each of `ranges` (from, to, cell) names the pieces that together
+    make words with cells of `cell` bits: one range for each part, whose results are numbered on, and last the whole.
+    """
+
+    pieces: tuple[tuple[int, int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
+
+    @property
+    def cell(self) -> int:
+        """The bits of a cell in the end."""
+        return self.ranges[-1][2]
+
+
+@functools.cache
+def merges(fields: tuple[int, ...]) -> Merges:
+    """The merges for a code in `fields`."""
+    parts: list[list[int]] = []
+    for size in fields:
+        if parts and sum(parts[-1]) + size <= _PART:
+            parts[-1].append(size)
+        else:
+            parts.append([size])
+    pieces: list[tuple[int, int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
+
+    def merge(sizes: Sequence[int], widths: Sequence[int], first: int) -> int:
+        below = sum(widths)
+        cell = sizes[0] if len(sizes) == 1 else 1 << (below - 1).bit_length()
+        ranges.append((len(pieces), len(pieces) + len(sizes), cell))
+        for size, width in zip(sizes, widths, strict=True):
+            below -= width
+            pieces.append((first, size, below, width))
+            first += size
+        return cell
+
+    cells = [merge(part, part, sum(map(sum, parts[:i]))) for i, part in enumerate(parts)]
+    merge(cells, [sum(part) for part in parts], 0)
+    return Merges(tuple(pieces), tuple(ranges))
+
+
+class Extract(NamedTuple):
+    """How the codes of one slot, in both lanes of a word, become numbers: fma((word >> shift) & mask ^ magic).
+
+    `times` and `plus` are pairs of equal bf16 or fp16 numbers, as int32. Where `sign_mask` is not 0 (8 bits do not fit
+    the 7 of bf16's mantissa), the sign is subtracted: the bit under that mask, over `magic`, reads as 2^7 or 2^8. Where
+    `half` is not 0, it is that number and is added last.
+    """
+
+    word: int
+    shift: int
+    mask: int
+    magic: int
+    times: int
+    plus: int
+    sign_mask: int
+    half: int
+
+
+@functools.cache
+def extracts(bits: int, cell: int, dtype: torch.dtype, centred: bool) -> tuple[Extract, ...]:
+    """The steps for each of the 16 slots; the numbers are c, or c + 1/2 if `centred`, and exact in `dtype`."""
+    mantissa = {torch.bfloat16: 7, torch.float16: 10}[dtype]
+    together = max((mantissa - bits) // cell + 1, 1)  # cells that lie in the mantissa at once
+    steps = []
+    for j in range(SLOTS):
+        word, at = j % cell, j // cell
+        shift, place = cell * together * (at // together), cell * (at % together)
+        if centred and shift and cell * (together - 1) + 1 + bits <= mantissa:
+            shift, place = shift - 1, place + 1
+        # c = u - 2^(bits-1). The half is added with it where both make one number of this type: not at place 0, which
+        # is why a shift leaves a place free if it can.
+        now = 0.5 if centred and place > 0 else 0.0
+        later = _pair(0.5, dtype) if centred and place == 0 else 0
+        exponent = _bits(2.0**mantissa, dtype)
+        if bits > mantissa:
+            masks = _both(0x7F), _both(exponent), _pair(-1.0, dtype), 0, _both(0x80)
+        else:
+            masks = (
+                _both(((1 << bits) - 1) << place),
+                _both(exponent ^ 1 << bits - 1 + place),
+                _pair(2.0**-place, dtype),
+                _pair(-(2.0 ** (mantissa - place) + 2.0 ** (bits - 1) - now), dtype),
+                0,
+            )
+        steps.append(Extract(word, shift, *masks, later))
+    return tuple(steps)
+
+
+def _bits(number: float, dtype: torch.dtype) -> int:
+    """The 16 bits of `number`, which `dtype` must hold exactly."""
+    held = torch.tensor(number, dtype=dtype)
+    assert float(held) == number, (number, dtype)
+    return int(held.view(torch.int16)) & 0xFFFF
+
+
+def _both(lane: int) -> int:
+    """The int32 with `lane` in both halves."""
+    word = lane | lane << 16
+    return word - ((word >> 31) << 32)
+
+
+def _pair(number: float, dtype: torch.dtype) -> int:
+    return _both(_bits(number, dtype))

@@ -1,0 +1,131 @@
+"""What follows a layer's sums in the same Triton kernel, and a kernel that does only that.
+
+Norm, residual addition, ReLU and up to two quantizers, in float32 and in the order of `bitdial.exact`, each operation
+rounded once: these kernels are compiled without contraction to multiply-adds. Everything is channels last.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
+
+FINISH_BLOCK = 1024
+
+
+class Finish(NamedTuple):
+    """What follows a layer's sums: norm (2, channels), addition, ReLU, quantizers (see `bitdial.kernels.integer`)."""
+
+    norm: Tensor | None
+    other: Tensor | None
+    cap: float | None
+    first: Tensor | None
+    second: Tensor | None
+    keep: bool
+
+
+@triton.jit
+def _code(y, quantizer_ptr):  # type: ignore[no-untyped-def]
+    """The stored int8 code of y."""
+    scale, zero = tl.load(quantizer_ptr), tl.load(quantizer_ptr + 1)
+    least, most = tl.load(quantizer_ptr + 2) - zero, tl.load(quantizer_ptr + 3) - zero
+    whole = _nearest(_clip(_ratio(y, scale, least, most), least, most))
+    return (whole + (zero - tl.load(quantizer_ptr + 4))).to(tl.int8)
+
+
+@triton.jit
+def _finish_tile(  # type: ignore[no-untyped-def]
+    y,
+    at,
+    channel,
+    live,
+    norm_ptr,
+    other_ptr,
+    first_ptr,
+    second_ptr,
+    value_ptr,
+    codes_ptr,
+    more_ptr,
+    K: tl.constexpr,
+    CAP: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Norm, addition, ReLU and quantizers of the tile y, which lies at `at`; what is None is left out."""
+    if norm_ptr is not None:
+        used = channel < K
+        y = y * tl.load(norm_ptr + channel, mask=used, other=0.0)
+        y = y + tl.load(norm_ptr + K + channel, mask=used, other=0.0)
+    if other_ptr is not None:
+        y = y + tl.load(other_ptr + at, mask=live, other=0.0)
+    if CAP:
+        y = tl.maximum(y, 0.0)
+    if LIMIT is not None:
+        y = tl.minimum(y, LIMIT)
+    if value_ptr is not None:
+        tl.store(value_ptr + at, y, mask=live)
+    if first_ptr is not None:
+        tl.store(codes_ptr + at, _code(y, first_ptr), mask=live)
+    if second_ptr is not None:
+        tl.store(more_ptr + at, _code(y, second_ptr), mask=live)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    x_ptr,
+    norm_ptr,
+    other_ptr,
+    first_ptr,
+    second_ptr,
+    value_ptr,
+    codes_ptr,
+    more_ptr,
+    count,
+    K: tl.constexpr,
+    CAP: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    y = tl.load(x_ptr + at, mask=live, other=0.0)
+    _finish_tile(
+        y, at, at % K, live, norm_ptr, other_ptr, first_ptr, second_ptr, value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT
+    )
+
+
+def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Value and codes after the float32 x, which is channels last (N, C, H, W) or contiguous (..., C)."""
+    outputs = outputs_for(tuple(x.shape), x.device, finish)
+    channels = x.shape[1] if x.dim() == 4 else x.shape[-1]
+    _finish[(triton.cdiv(x.numel(), FINISH_BLOCK),)](
+        x, *finish_operands(finish), *outputs, x.numel(), channels, **ending(finish.cap), BLOCK=FINISH_BLOCK,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return outputs
+
+
+def finish_operands(finish: Finish) -> tuple[Tensor | None, ...]:
+    """The tensors that the kernels read at the end of a tile, in their order."""
+    return finish.norm, finish.other, finish.first, finish.second
+
+
+def ending(cap: float | None) -> dict[str, object]:
+    """The constants of a ReLU up to `cap`, or of none."""
+    return {"CAP": cap is not None, "LIMIT": None if cap is None or math.isinf(cap) else cap}
+
+
+def outputs_for(
+    shape: tuple[int, ...], device: torch.device, finish: Finish
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Memory for what `finish` asks for: value, codes, more codes."""
+    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+
+    def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
+
+    first, second = (made(quantizer is not None, torch.int8) for quantizer in (finish.first, finish.second))
+    return made(finish.keep, torch.float32), first, second

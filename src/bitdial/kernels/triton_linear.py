@@ -1,0 +1,306 @@
+"""Linear layers on packed weights: a kernel for few tokens, which is to read at the speed of memory, and one for many.
+
+**Few tokens** (up to 16). The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to
+8 or 16, the right one. A program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the
+end. Packed words come from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where
+there are too few rows to fill the GPU, `splits` programs share the columns; they leave float32 sums that a second
+kernel adds in order, so results repeat from run to run.
+
+**Many tokens.** The usual tiled product; a tile of the weight becomes 16-bit numbers on its way into the tensor cores.
+
+Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitdial.kernels.layouts import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
+from bitdial.kernels.triton_words import followed_by, product, slot_numbers, whole_codes
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class FewSettings(NamedTuple):
+    """How the kernel for few tokens is cut and run: found by trying, never needed for a right result."""
+
+    row_tiles: int = 1
+    warps: int = 8
+    splits: int = 1
+    ahead: bool = True  # words of the next step are loaded before those of this one are used
+    stages: int = 1  # more than one: through shared memory, by Triton's pipeline
+    registers: int | None = None  # a limit, so that more warps fit
+
+
+class ManySettings(NamedTuple):
+    """How the kernel for many tokens is cut and run."""
+
+    tokens: int = 128
+    rows: int = 128
+    warps: int = 8
+    stages: int = 2
+
+
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
+def _few(  # type: ignore[no-untyped-def]
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    tokens,
+    rows,
+    columns,
+    plane_words,
+    column_tiles,
+    factor,
+    PIECES: tl.constexpr,
+    RANGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # What is loaded has two dimensions: the last lies in one piece in memory, and the first runs over what the threads
+    # of a warp share, then the warps, then what one thread has in turn. Triton hands out 16 bytes a thread in that very
+    # order, and the reshapes and permutations below move nothing.
+    split = tl.program_id(1)
+    lead = tl.arange(0, ROW_TILES * WARPS)
+    row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
+    live_rows = row_tile * 16 < rows
+    word_start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x_lead = tl.arange(0, TOKEN_TILES * WARPS * 8)
+    token = x_lead // (WARPS * 8) * 8 + x_lead % 8
+    x_warp = x_lead // 8 % WARPS
+    inside = tl.arange(0, 32)
+    x_start = (token * columns)[:, None] + inside[None, :]
+    total = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)
+    other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains wait half as long
+
+    per_split = tl.cdiv(tl.cdiv(column_tiles, WARPS), SPLITS)
+    first = split * per_split
+    end = tl.minimum(first + per_split, tl.cdiv(column_tiles, WARPS))
+    tile = first * WARPS + lead % WARPS
+    words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
+    for step in range(first, end):
+        tile = step * WARPS + lead % WARPS
+        if not AHEAD:
+            words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
+        cells = whole_codes(words, PIECES, RANGES)
+        if AHEAD:
+            words = _words(words_ptr, word_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+        x_tile = step * WARPS + x_warp
+        for two in tl.static_range(8):
+            column = (x_tile * 256 + two * 32)[:, None]
+            x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
+            if not EVEN:
+                x_live = x_live & (column + inside[None, :] < columns)
+            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+            x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
+            even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
+            total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+            other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+
+    row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
+    token_out = tl.arange(0, TOKEN_TILES * 8)
+    sums = tl.sum(total + other, axis=0)
+    live_out = (row < rows)[:, None] & (token_out < tokens)[None, :]
+    if SPLITS == 1:
+        sums = sums * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    place = (split * tokens + token_out)[None, :] * rows + row[:, None]
+    tl.store(y_ptr + place, sums.to(y_ptr.dtype.element_ty), mask=live_out)
+
+
+@triton.jit
+def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The words of one tile of each row for each warp: a tuple of PLANES tensors (row tiles * warps, 128)."""
+    live = (live_rows & (tile < column_tiles))[:, None]
+    at = words_ptr + (start + tile[:, None] * 128)
+    words = ()
+    for plane in tl.static_range(PLANES):
+        loaded = tl.load(at + plane * plane_words.to(tl.int64), mask=live, other=0, eviction_policy="evict_first")
+        words = followed_by(words, loaded)
+    return words
+
+
+@triton.jit
+def _slot_product(  # type: ignore[no-untyped-def]
+    cells,
+    x,
+    total,
+    SLOT: tl.constexpr,
+    STEPS: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """`total` plus the product of one slot's weights with its tokens."""
+    weight = slot_numbers(cells, SLOT, STEPS, DTYPE)
+    weight = tl.reshape(weight, (ROW_TILES, WARPS, 8, 4, 2, 2, 2))  # row tile, warp, row % 8, q, c, row // 8, e
+    weight = tl.reshape(tl.permute(weight, (1, 0, 5, 2, 3, 4, 6)), (WARPS, ROW_TILES * 16, 16))
+    x = tl.reshape(tl.permute(x, (1, 3, 4, 5, 0, 2)), (WARPS, 16, TOKEN_TILES * 8))
+    return product(weight, x, total)
+
+
+@triton.jit
+def _add_splits(  # type: ignore[no-untyped-def]
+    parts_ptr, scale_ptr, bias_ptr, y_ptr, rows, count, factor,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = the sum of the parts, first to last, times the scale, plus the bias."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    sums = tl.load(parts_ptr + at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        sums += tl.load(parts_ptr + split * count + at, mask=live, other=0.0)
+    sums = sums * (tl.load(scale_ptr + at % rows, mask=live, other=0.0) * factor)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + at % rows, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
+def _many(  # type: ignore[no-untyped-def]
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    tokens,
+    rows,
+    columns,
+    plane_words,
+    column_tiles,
+    factor,
+    PIECES: tl.constexpr,
+    RANGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    row_tile = tl.program_id(0) * ROW_TILES + tl.arange(0, ROW_TILES)
+    live_rows = (row_tile * 16 < rows)[:, None]
+    start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = tl.arange(0, 64)
+    x_start = token.to(tl.int64)[None, :] * columns + inside[:, None]
+    total = tl.zeros((ROW_TILES * 16, TOKENS), dtype=tl.float32)
+    for tile in range(column_tiles):
+        words = ()
+        for plane in tl.static_range(PLANES):
+            at = words_ptr + plane * plane_words.to(tl.int64) + (start + tile * 128)
+            words = followed_by(words, tl.load(at, mask=live_rows, other=0))
+        cells = whole_codes(words, PIECES, RANGES)
+        for four in tl.static_range(4):
+            column = tile * 256 + four * 64
+            x_live = (token < tokens)[None, :]
+            if not EVEN:
+                x_live = x_live & (column + inside < columns)[:, None]
+            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+            total = product(_sixty_four(cells, four * 4, STEPS, ROW_TILES, DTYPE), x, total)
+    row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
+    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    live = (row < rows)[:, None] & (token < tokens)[None, :]
+    tl.store(y_ptr + token.to(tl.int64)[None, :] * rows + row[:, None], y.to(y_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _sixty_four(cells, SLOT: tl.constexpr, STEPS: tl.constexpr, ROW_TILES: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of four slots: (rows, 64 columns in a row)."""
+    first = tl.join(slot_numbers(cells, SLOT, STEPS, DTYPE), slot_numbers(cells, SLOT + 1, STEPS, DTYPE))
+    second = tl.join(slot_numbers(cells, SLOT + 2, STEPS, DTYPE), slot_numbers(cells, SLOT + 3, STEPS, DTYPE))
+    # row tile, row % 8, q, c, row // 8, e, slot % 2, slot // 2
+    weight = tl.reshape(tl.join(first, second), (ROW_TILES, 8, 4, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(weight, (0, 4, 1, 7, 2, 6, 3, 5)), (ROW_TILES * 16, 64))
+
+
+# --- launching ----------------------------------------------------------------------------------
+
+FEW_TOKENS = 16
+_SPLIT_BLOCK = 512
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *,
+    fields: tuple[int, ...],
+    bits: int,
+    high: int,
+    centred: bool,
+    settings: FewSettings | ManySettings | None = None,
+) -> Tensor:
+    """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type."""
+    (tokens, columns), rows = x.shape, scale.numel()
+    y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x.contiguous()
+    read = merges(read_fields(fields, bits))
+    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, centred))
+    constants = {
+        "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "HAS_BIAS": bias is not None,
+        "EVEN": columns % TILE_COLUMNS == 0, "DTYPE": DTYPES[x.dtype],
+    }  # fmt: skip
+    _, row_tiles, column_tiles, tile_words = words.shape
+    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, 2.0 ** (high - bits)
+    if settings is None:
+        settings = few_settings(tokens, rows, columns, bits) if tokens <= FEW_TOKENS else ManySettings()
+    some_bias = scale if bias is None else bias
+    if isinstance(settings, ManySettings):
+        blocks = triton.cdiv(rows, settings.rows), triton.cdiv(tokens, settings.tokens)
+        _many[blocks](
+            x, words, scale, some_bias, y, *sizes, **constants, TOKENS=settings.tokens,
+            ROW_TILES=settings.rows // TILE_ROWS, num_warps=settings.warps, num_stages=settings.stages,
+        )  # fmt: skip
+        return y
+    splits = settings.splits
+    out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    limit = {} if settings.registers is None else {"maxnreg": settings.registers}
+    _few[(triton.cdiv(row_tiles, settings.row_tiles), splits)](
+        x, words, scale, some_bias, out, *sizes, **constants, TOKEN_TILES=1 if tokens <= 8 else 2,
+        ROW_TILES=settings.row_tiles, WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead,
+        num_warps=settings.warps, num_stages=settings.stages, **limit,
+    )  # fmt: skip
+    if splits > 1:
+        _add_splits[(triton.cdiv(y.numel(), _SPLIT_BLOCK),)](
+            out, scale, some_bias, y, rows, y.numel(), sizes[-1], SPLITS=splits, HAS_BIAS=bias is not None,
+            BLOCK=_SPLIT_BLOCK,
+        )  # fmt: skip
+    return y
+
+
+def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
+    """A first guess, by counting; `benchmarks/linear.py --sweep` finds better ones on the GPU at hand.
+
+    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Above 8 tokens
+    the tokens are most of what a program reads, so it takes twice the rows if registers suffice. Few rows: the columns
+    are shared out.
+    """
+    row_tiles = 2 if tokens > 8 and bits <= 4 else 1
+    programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
+    steps = triton.cdiv(columns, TILE_COLUMNS * 8)
+    splits = 1
+    while programs * splits < 128 and splits * 2 <= steps:
+        splits *= 2
+    return FewSettings(row_tiles=row_tiles, warps=8, splits=splits, ahead=bits <= 4)

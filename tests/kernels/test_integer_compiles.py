@@ -1,0 +1,130 @@
+"""The integer kernels compile for an H200, seen on a machine without one: int8 tensor cores, 16-byte loads, no fusing.
+
+The interpreter runs kernels by their values and does not know what they become.
+"""
+
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="here they are compiled to be run"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
+]
+
+POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.float64: "*fp64"}
+OF_A_QUOTIENT = 4  # multiply-adds that a correctly rounded quotient takes: see `_ratio`
+
+
+@pytest.fixture
+def assembly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """PTX of the kernels launched so far: a launch compiles for an H200, and leaves outputs as they are."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.runtime.jit import JITFunction
+
+    found: list[str] = []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
+        given = dict(zip(self.arg_names, args, strict=False)) | settings
+        options = {name: value for name, value in settings.items() if name not in self.arg_names}
+        fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
+        constants = {(p.num,): given[p.name] for p in self.params if p.name in fixed}
+        types = {p.name: "constexpr" if p.name in fixed else type_of(given[p.name]) for p in self.params}
+        aligned = {(p.num,): [["tt.divisibility", 16]] for p in self.params if isinstance(given[p.name], Tensor)}
+        source = ASTSource(self, types, constants, aligned)  # PyTorch's memory is aligned
+        found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return found
+
+
+def type_of(value: object) -> str:
+    return POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
+
+
+def launch(
+    *, channels: int, outputs: int, taps: int = 3, groups: int = 1, halves: bool = False, everything: bool = True
+) -> None:
+    from bitdial.kernels import triton_finish
+    from bitdial.kernels import triton_integer as kernels
+
+    x = torch.zeros(32, channels, 14, 14, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
+    weight = torch.zeros(outputs, taps, taps, channels // groups, dtype=torch.int8)
+    geometry = kernels.Geometry.of(x, weight, (1, 1), (taps // 2, taps // 2), (1, 1), groups)
+    line, numbers = torch.zeros(outputs), torch.zeros(5)
+    other = torch.zeros(32, outputs, 14, 14).contiguous(memory_format=torch.channels_last) if everything else None
+    second = numbers if everything else None
+    finish = triton_finish.Finish(
+        torch.zeros(2, outputs), other, 6.0 if everything else math.inf, numbers, second, everything
+    )
+    pad, correction = torch.zeros(channels // groups, dtype=torch.int8), line.int()
+    bias = line if everything else None
+    kernels.convolve(x, weight, pad, correction, line, bias, finish, geometry, halves=halves)
+
+
+def copies(ptx: str) -> list[str]:
+    """Bytes of each asynchronous copy to shared memory, as PTX writes them."""
+    return re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x[0-9a-f]+),", ptx)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("channels, outputs, taps", [(64, 64, 3), (256, 64, 1), (512, 2048, 1), (128, 128, 3)])
+def test_products_run_on_int8_tensor_cores(
+    assembly: list[str], channels: int, outputs: int, taps: int, everything: bool, halves: bool
+) -> None:
+    launch(channels=channels, outputs=outputs, taps=taps, everything=everything, halves=halves)
+    (ptx,) = assembly
+    products = set(re.findall(r"wgmma\.mma_async\S*", ptx))
+    assert products
+    assert all(product.endswith(".s32.s8.s8") for product in products)
+    assert set(copies(ptx)) == {"0x10"}
+    assert not re.search(r"ld\.global\S*\.b8", ptx)
+    assert "st.global.v4.b32" in ptx  # 16 codes at once
+
+
+@pytest.mark.parametrize("shape", [{"channels": 3}, {"channels": 12, "groups": 2}, {"channels": 37, "taps": 1}])
+def test_odd_shapes_compile(assembly: list[str], shape: dict[str, int]) -> None:
+    launch(outputs=24, **shape)
+    assert "wgmma.mma_async" in assembly[0]
+
+
+def test_depthwise_compiles(assembly: list[str]) -> None:
+    launch(channels=96, outputs=96, groups=96)
+    launch(channels=33, outputs=33, groups=33, halves=True, everything=False)
+    assert "ld.global.v4.b32" in assembly[0]
+    assert len(assembly) == 2
+
+
+def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str]) -> None:
+    """The norm's product and sum must not become one multiply-add; those there are belong to the quotients."""
+    from bitdial.kernels import triton_finish as kernels
+
+    x, numbers = torch.zeros(4, 16), torch.ones(5)
+    kernels.finish_value(x, kernels.Finish(torch.zeros(2, 16), x, math.inf, numbers, None, True))
+    launch(channels=64, outputs=64, everything=False)
+    for ptx in assembly:
+        multiply_adds, conversions = len(re.findall(r"fma\.rn\.f32", ptx)), len(re.findall(r"cvt\.rzi\.s\S*\.f32", ptx))
+        assert conversions > 0
+        assert multiply_adds == OF_A_QUOTIENT * conversions
+
+
+def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
+    from bitdial.kernels import triton_finish, triton_fixed_point, triton_integer
+
+    x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
+    geometry = triton_integer.Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
+    finish = triton_finish.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
+    triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
+    assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
+    assert "fma.rn.f64" not in assembly[0]
