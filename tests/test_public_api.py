@@ -45,11 +45,13 @@ PUBLIC = [
     "prepare",
     "read_artifact",
     "recalibrate_norms",
+    "resident_bytes",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
     "train",
+    "view_at_bits",
 ]
 PACKAGE = Path(bitdial.__file__).parent
 HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too

@@ -40,6 +40,7 @@ from bitdial.train import (  # noqa: E402
     save_checkpoint,
     train,
 )
+from bitdial.weight_only import resident_bytes, view_at_bits  # noqa: E402
 
 __all__ = [
     "ArrayData",
@@ -75,9 +76,11 @@ __all__ = [
     "prepare",
     "read_artifact",
     "recalibrate_norms",
+    "resident_bytes",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
     "train",
+    "view_at_bits",
 ]
