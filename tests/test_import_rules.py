@@ -22,7 +22,7 @@ LEVELS: dict[str, int] = {
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "hessian": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,
     "integer": 4, "weight_only": 4, "kernel_choice": 4,
-    "recipes": 5, "report": 5, "plots": 5, "export": 5, "progress": 5, "demo": 5, "mixed_demo": 5,
+    "recipes": 5, "report": 5, "plots": 5, "export": 5, "pretrained": 5, "progress": 5, "demo": 5, "mixed_demo": 5,
     "cli": 6, "__main__": 6,
     "__init__": 7,
 }  # fmt: skip
