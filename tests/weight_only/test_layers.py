@@ -106,12 +106,12 @@ def test_layers_in_16_bits_keep_the_stated_bound(
             codes, scale = layer.weight_codes()
             offset = bf.scheme_of(scheme).offset
             weight = ((codes.double() + offset) * scale.double()[:, None]).cpu()
-            bias = 0.0 if layer.bias is None else layer.bias.double().cpu()
+            bias = torch.zeros(len(weight)).double() if layer.bias is None else layer.bias.double().cpu()
             exact = x.double() @ weight.T + bias
-            slack = layer.in_features * 2.0**-23 * (x.double().abs() @ weight.T.abs())
+            slack = layer.in_features * 2.0**-23 * (x.double().abs() @ weight.T.abs() + bias.abs())
             y = layer(x.to(DEVICE))
             assert y.dtype == dtype
-            assert bool(((y.double().cpu() - exact).abs() <= UNIT[dtype] * exact.abs() + slack + 1e-12).all())
+            assert bool(((y.double().cpu() - exact).abs() <= UNIT[dtype] * exact.abs() + slack).all())
 
 
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
@@ -247,6 +247,7 @@ def test_copies_and_conversions(live: Callable[..., nn.Module], tokens: Tensor, 
     set_bits(packed, 4)
     before = run(packed, tokens)
     twin = copy.deepcopy(packed)
+    assert torch.equal(run(twin, tokens), before)
     set_bits(twin, 2)
     assert torch.equal(run(packed, tokens), before), "a copy has words of its own"
     assert not torch.equal(run(twin, tokens), before)
