@@ -6,8 +6,8 @@
     python benchmarks/network.py --tiny             # a tiny network on any device, to see that it works
 
 Contenders: the float model in eager mode and under torch.compile, in bf16 (on the CPU float32), channels last; and the
-file of the prepared model, loaded with integer=True and switched by `set_bits`. On a GPU all run as CUDA graphs, one
-for each width. `exact` says that the outputs equal `code_exact`'s bit for bit, on the first images of the batch.
+file of the prepared model, loaded with kernels="integer" and switched by `set_bits`. On a GPU all run as CUDA graphs,
+one for each width. `exact` says that the outputs equal `code_exact`'s bit for bit, on the first images of the batch.
 
 There is a row with the first and the last layer kept in float, as `prepare` does unless told, and one with all layers
 quantised (`first_and_last`). The weights are random: speed does not depend on them.
@@ -57,7 +57,7 @@ def live_model(model: nn.Module, x: Tensor, options: argparse.Namespace, *, keep
     prepared = prepare(model, config, x[:CHECKED].cpu())
     with tempfile.TemporaryDirectory() as folder:
         save(prepared, Path(folder) / "model.safetensors")
-        return load(Path(folder) / "model.safetensors", model, device=options.device, integer=True)
+        return load(Path(folder) / "model.safetensors", model, device=options.device, kernels="integer")
 
 
 def float_actions(model: nn.Module, x: Tensor, options: argparse.Namespace) -> dict[str, Call]:

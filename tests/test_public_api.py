@@ -33,10 +33,12 @@ PUBLIC = [
     "evaluate",
     "evaluate_plans",
     "export_onnx",
+    "export_pretrained",
     "get_bits",
     "hessian_trace",
     "load",
     "load_checkpoint",
+    "load_pretrained",
     "load_trainable",
     "measure_costs",
     "narrow",
@@ -45,15 +47,17 @@ PUBLIC = [
     "prepare",
     "read_artifact",
     "recalibrate_norms",
+    "resident_bytes",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
     "train",
+    "view_at_bits",
 ]
 PACKAGE = Path(bitdial.__file__).parent
 HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too
-OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy", "onnx", "onnxscript", "onnxruntime")
+OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy", "onnx", "onnxscript", "onnxruntime", "transformers")
 
 
 def test_the_public_names() -> None:

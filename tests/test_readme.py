@@ -90,6 +90,13 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
     assert torch.equal(names["program"].module()(names["x"]), load(in_tmp_path / "model.safetensors")(names["x"]))
 
 
+def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    names = run("docs/transformers.md")
+    assert names["text"].shape[1] > 8
+    assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
+
+
 def test_the_quickstart_says_what_a_pair_and_a_plan_look_like() -> None:
     assert len(re.findall(r"# BitPlan\(", page("docs/quickstart.md"))) >= 2  # or the test above compares nothing
 

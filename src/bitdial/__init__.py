@@ -24,6 +24,7 @@ from bitdial.hessian import hessian_trace  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
 from bitdial.plan import BitPlan, at_bits, get_bits, set_bits  # noqa: E402
 from bitdial.prepare import add_transitions, prepare  # noqa: E402
+from bitdial.pretrained import export_pretrained, load_pretrained  # noqa: E402
 from bitdial.runtime import load, load_trainable  # noqa: E402
 from bitdial.search import candidates, evaluate_plans, pareto_front, search  # noqa: E402
 from bitdial.sensitivity import Sensitivity  # noqa: E402
@@ -40,6 +41,7 @@ from bitdial.train import (  # noqa: E402
     save_checkpoint,
     train,
 )
+from bitdial.weight_only import resident_bytes, view_at_bits  # noqa: E402
 
 __all__ = [
     "ArrayData",
@@ -63,10 +65,12 @@ __all__ = [
     "evaluate",
     "evaluate_plans",
     "export_onnx",
+    "export_pretrained",
     "get_bits",
     "hessian_trace",
     "load",
     "load_checkpoint",
+    "load_pretrained",
     "load_trainable",
     "measure_costs",
     "narrow",
@@ -75,9 +79,11 @@ __all__ = [
     "prepare",
     "read_artifact",
     "recalibrate_norms",
+    "resident_bytes",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
     "train",
+    "view_at_bits",
 ]

@@ -49,7 +49,8 @@ def code_exact(model: nn.Module) -> nn.Module:
     """A copy of the live `model` (from `load`) whose every sum is an integer sum; `set_bits` works on it as well."""
     for name, layer in dialled_layers(model).items():
         if not isinstance(layer, PackedLayer):
-            raise ConfigError(f"layer {name!r} holds a float weight; code_exact takes a live model, from load(path)")
+            kind = type(layer).__name__
+            raise ConfigError(f"layer {name!r} is a {kind}; code_exact takes a live model: load(path, kernels='float')")
     model = copy.deepcopy(unwrap(model)).eval()
     for module in model.modules():
         twin = getattr(module, "exact_type", _TWINS.get(type(module)))  # a module on integer kernels names its own

@@ -24,6 +24,14 @@ class DialledLayer(Protocol):
         ...
 
 
+class SharedDial(Protocol):
+    """What layers that are switched together have as their `dial`: it turns them in one go."""
+
+    def turn(self, selection: Mapping[Any, tuple[int, int]]) -> None:
+        """Select the (weight bits, activation bits) of each layer; all are in `bit_choices`."""
+        ...
+
+
 class FollowingNorm(Protocol):
     """What a norm offers that has a set per width: the layer it follows, and how to change the set."""
 
@@ -187,8 +195,15 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
     layers = dialled_layers(model)
     norms = {n: cast(FollowingNorm, m) for n, m in unwrap(model).named_modules() if hasattr(m, "select_set")}
     sets = {name: _widths(name, norm, chosen) for name, norm in norms.items()}
+    together: dict[SharedDial, dict[DialledLayer, tuple[int, int]]] = {}
     for name, pair in chosen.items():
-        layers[name].select_bits(*pair)
+        dial: SharedDial | None = getattr(layers[name], "dial", None)
+        if dial is None:
+            layers[name].select_bits(*pair)
+        else:
+            together.setdefault(dial, {})[layers[name]] = pair
+    for dial, selection in together.items():
+        dial.turn(selection)
     for name, norm in norms.items():
         norm.select_set(*sets[name])
 

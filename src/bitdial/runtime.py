@@ -1,10 +1,8 @@
 """From an artifact to a model: `load` to run it, `load_trainable` to train it further."""
 
 import copy
-import functools
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from bitdial import functional as bf
 from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry, read_artifact
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.integer import IntegerModel
-from bitdial.kernels.integer import missing_on
+from bitdial.kernel_choice import check_offer, choose_kernels, unserved
 from bitdial.models import build_model
 from bitdial.nn import (
     ActivationQuantizer,
@@ -27,11 +25,9 @@ from bitdial.nn import (
     TransitionalBatchNorm,
     WeightQuantizer,
 )
-from bitdial.packing import unpack_bytes
-from bitdial.plan import STORED_PLANS, dialled_layers, set_bits
+from bitdial.plan import STORED_PLANS, set_bits
 from bitdial.prepare import swap_modules
-
-log = logging.getLogger(__name__)
+from bitdial.weight_only import packed_linears
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
 TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
@@ -42,52 +38,94 @@ def load(
     model: nn.Module | None = None,
     *,
     device: str | torch.device = "cpu",
-    integer: bool | None = None,
+    dtype: torch.dtype | None = None,
+    kernels: str | None = None,
+    bit_choices: Sequence[int] | None = None,
+    master: str = "device",
 ) -> nn.Module:
     """A live model on integer codes, in eval mode, at its highest width; `set_bits` switches it, also to stored plans.
 
     `model` is a float model of the architecture that was saved (it is not changed; its weights do not matter). It can
-    be left out for the models that bitdial ships. `integer` runs it on integer kernels, with the outputs of
-    `code_exact`; without, codes are multiplied out and float kernels run, as in training. None chooses integer kernels
-    on a GPU that has them, if the activations of all layers are quantised.
+    be left out for the models that bitdial ships.
+
+    dtype        what a weight-only model runs in: torch.bfloat16 or torch.float16; None is the file's float32
+    kernels      'float': codes are multiplied out and torch's kernels run, as in training. 'integer': integer kernels,
+                 with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
+                 as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised, packed
+                 for a weight-only model in 16 bits; else float.
+    bit_choices  for packed kernels: which of the file's widths to offer. Memory is for the widest of them
+    master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
+                 stored codes in host memory, so that the GPU holds only the words in use
     """
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
-    live = _assemble(artifact, model, _packed_layers)
-    live = live.eval().requires_grad_(False).to(device)
-    return IntegerModel(live) if _wants_integer(live, torch.device(device), integer) else live
+    skeleton = _skeleton(artifact) if model is None else _copy_of(model)
+    return load_into(
+        skeleton, artifact, device=device, dtype=dtype, kernels=kernels, bit_choices=bit_choices, master=master
+    )
 
 
-def _wants_integer(live: nn.Module, device: torch.device, integer: bool | None) -> bool:
-    missing = missing_on(device)
-    if integer is False or (integer is None and device.type != "cuda"):
-        return False
-    if missing is not None and device.type == "cuda":
-        runs = "float kernels run" if integer is None else "slow, exact sums run"
-        _say_once(f"no integer kernels on {device}: {missing}; {runs} instead")
-    if integer is not None:
-        return integer
-    layers = dialled_layers(live).values()
-    return missing is None and all(isinstance(layer, PackedLayer) and layer.act_scale is not None for layer in layers)
+def load_into(
+    model: nn.Module,
+    artifact: Artifact,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    kernels: str | None = None,
+    bit_choices: Sequence[int] | None = None,
+    master: str = "device",
+) -> nn.Module:
+    """`load`, but `model` itself becomes the live model, where a copy of it would take too much memory."""
+    device = torch.device(device)
+    kernels = choose_kernels(artifact, device, dtype, kernels)
+    offered = check_offer(artifact, kernels, bit_choices, master)
+
+    def make_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+        served = {n: m for n, m in layers.items() if kernels == "packed" and unserved(artifact, n) is None}
+        for name, layer in served.items():
+            _set_bias(artifact, name, layer)
+        words = packed_linears(artifact, served, bit_choices=offered, device=device, master=master) if served else {}
+        return words | _packed_layers(artifact, {n: m for n, m in layers.items() if n not in served})
+
+    live = _assemble(artifact, model, make_layers, bits=offered[0]).eval().requires_grad_(False)
+    if dtype is not None:
+        _convert(live, dtype)
+    live = live.to(device)
+    return IntegerModel(live) if kernels == "integer" else live
 
 
-@functools.cache
-def _say_once(message: str) -> None:
-    log.warning(message)
+def _copy_of(model: nn.Module) -> nn.Module:
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
+    return copy.deepcopy(model)
+
+
+def _convert(live: nn.Module, dtype: torch.dtype) -> None:
+    """Convert in place what a weight-only model computes with: parameters and multiplied-out weights.
+
+    Scales stay in float32, and so do other buffers: tables such as rotary frequencies lose their meaning in 16 bits.
+    """
+    for name, parameter in live.named_parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+            if not bool(parameter.isfinite().all()):
+                raise ConfigError(f"the parameter {name!r} has values beyond {dtype}; choose torch.bfloat16")
+    for layer in live.modules():
+        if isinstance(layer, PackedLayer):
+            layer.active = layer.active.to(dtype)
 
 
 def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | None = None) -> nn.Module:
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
-    return _assemble(artifact, model, _trainable_layers)
+    skeleton = _skeleton(artifact) if model is None else _copy_of(model)
+    return _assemble(artifact, skeleton, _trainable_layers, bits=artifact.bit_choices[0])
 
 
 def _assemble(
-    artifact: Artifact, model: nn.Module | None, make_layers: Callable[..., dict[nn.Module, nn.Module]]
+    artifact: Artifact, model: nn.Module, make_layers: Callable[..., dict[nn.Module, nn.Module]], *, bits: int
 ) -> nn.Module:
-    if model is not None and any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
-    model = _skeleton(artifact) if model is None else copy.deepcopy(model)
-    layers, norms, floats = _fit(artifact, model)
+    """Put the file's content into `model`, in place."""
+    layers, norms, floats = fit(artifact, model)
     with torch.no_grad():
         for key, tensor in floats.items():
             tensor.copy_(artifact.tensors[f"{FLOAT}{key}"])
@@ -96,7 +134,7 @@ def _assemble(
         new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
     setattr(model, STORED_PLANS, dict(artifact.plans))
-    set_bits(model, artifact.bit_choices[0])
+    set_bits(model, bits)
     return model
 
 
@@ -111,7 +149,7 @@ def _skeleton(artifact: Artifact) -> nn.Module:
             raise ConfigError("it has unknown parts, or more layers than the file has tensors")
         with torch.random.fork_rng():  # its random weights are about to be replaced
             with torch.device("meta"):
-                _fit(artifact, build_model(name, **arguments))
+                fit(artifact, build_model(name, **arguments))
             return build_model(name, **arguments)
     except (ConfigError, KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as problem:
         raise ArtifactError(
@@ -120,7 +158,7 @@ def _skeleton(artifact: Artifact) -> nn.Module:
         ) from problem
 
 
-def _fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:
+def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
@@ -166,7 +204,9 @@ def _fit_floats(artifact: Artifact, model: nn.Module, swapped: tuple[nn.Module, 
     for key, tensor in own.items():
         if tensor.shape != stored[key].shape or tensor.dtype != stored[key].dtype:
             here, there = _form(stored[key]), _form(tensor)
-            raise ArtifactError(f"the float tensor {key!r} is {here} in the file and {there} in the model")
+            raise ArtifactError(
+                f"the float tensor {key!r} is {here} in the file and {there} in the model{_hint(tensor)}"
+            )
         if isinstance(tensor, nn.Parameter) and not bool(torch.isfinite(stored[key]).all()):
             raise ArtifactError(f"the float tensor {key!r} holds infinity in the file")
     return own
@@ -174,6 +214,11 @@ def _fit_floats(artifact: Artifact, model: nn.Module, swapped: tuple[nn.Module, 
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _hint(tensor: Tensor) -> str:
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return f"; pass a float32 model, and dtype={tensor.dtype} to load" if half else ""
 
 
 def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm:
@@ -187,21 +232,8 @@ def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm
     return made
 
 
-def _stored_codes(artifact: Artifact, owner: str) -> Tensor:
-    """Codes of the highest width, int8, in the weight's shape."""
-    codes = artifact.tensors[f"{owner}/codes"]
-    shape, high = artifact.layers[owner]["shape"], artifact.bit_choices[0]
-    if high == 8:
-        return codes.clone()
-    return unpack_bytes(codes, high, torch.Size(shape).numel()).reshape(shape)
-
-
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def _owner(artifact: Artifact, name: str) -> str:
-    return artifact.layers[name].get("tied_to", name)
 
 
 def _set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
@@ -214,9 +246,9 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
     stored: dict[str, Tensor] = {}
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in layers.items():
-        owner = _owner(artifact, name)
+        owner = artifact.owner(name)
         if owner not in stored:
-            stored[owner] = _stored_codes(artifact, owner) if narrows else artifact.tensors[f"{owner}/weight"].clone()
+            stored[owner] = artifact.codes(owner).clone() if narrows else artifact.tensors[f"{owner}/weight"].clone()
         _set_bias(artifact, name, layer)
         new[layer] = PACKED[artifact.layers[name]["type"]].from_float(
             layer,
@@ -238,7 +270,7 @@ def _trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[
     masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in layers.items():
-        owner = _owner(artifact, name)
+        owner = artifact.owner(name)
         if owner not in masters:
             scale = artifact.tensors[f"{owner}/weight_scale"]
             scales = dict(zip(widths, scale, strict=False))
@@ -260,7 +292,7 @@ def _master_weight(artifact: Artifact, owner: str) -> Tensor:
     """A float weight whose codes are the stored ones."""
     if not bf.scheme_of(artifact.scheme).narrows:
         return artifact.tensors[f"{owner}/weight"].clone()
-    codes, scale = _stored_codes(artifact, owner), artifact.tensors[f"{owner}/weight_scale"][0]
+    codes, scale = artifact.codes(owner), artifact.tensors[f"{owner}/weight_scale"][0]
     if bf.scheme_of(artifact.scheme).first == "floor":  # the middle of each cell, safe from rounding
         values = (codes.to(scale.dtype) + 0.5) * bf.per_channel(scale, codes)
     else:

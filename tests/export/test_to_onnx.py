@@ -416,7 +416,7 @@ def test_settings_that_do_not_fit(mixed: Callable[..., nn.Module], tmp_path: Pat
 def test_models_that_are_not_live(tmp_path: Path) -> None:
     x = torch.randn(8, 4)
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(ConfigError, match=r"layer '2' holds a float weight; export_onnx takes a live model"):
+    with pytest.raises(ConfigError, match=r"layer '2' is a QuantLinear; export_onnx takes a live model"):
         export_onnx(prepare(net, QuantConfig(), x), tmp_path / "net.onnx", x)
     with pytest.raises(PlanError, match="has no quantised layer"):
         export_onnx(net, tmp_path / "net.onnx", x)

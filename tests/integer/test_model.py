@@ -26,13 +26,14 @@ from bitdial import (
     build_model,
     code_exact,
     export_onnx,
+    kernel_choice,
     load,
     prepare,
+    read_artifact,
     recalibrate_norms,
     save,
     set_bits,
 )
-from bitdial import runtime as runtime_module
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.integer import IntegerModel
 from bitdial.integer.graph import Call, LayerCall
@@ -177,7 +178,7 @@ def equal(live: nn.Module, exact: nn.Module, x: Tensor, setting: Any) -> None:
 @pytest.mark.parametrize("net", NETS)
 def test_networks_equal_their_exact_evaluation(net: str, scheme: str, tmp_path: Path) -> None:
     model, x = make(net, tmp_path / "m", scheme=scheme, keep_first_last=net == "residual")
-    live, exact = (load(tmp_path / "m", model, device=DEVICE, integer=kind) for kind in (True, False))
+    live, exact = (load(tmp_path / "m", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     assert isinstance(live, IntegerModel)
     exact = code_exact(exact)
     rng = random.Random(0)
@@ -190,20 +191,20 @@ def test_networks_equal_their_exact_evaluation(net: str, scheme: str, tmp_path: 
 def test_other_schemes_and_kinds(scheme: str, activations: str, tmp_path: Path) -> None:
     rules = (Rule(type="Linear", activations="float"),)
     model, x = make("inverted", tmp_path / "m", scheme=scheme, activations=activations, rules=rules)
-    live, exact = (load(tmp_path / "m", model, device=DEVICE, integer=kind) for kind in (True, False))
+    live, exact = (load(tmp_path / "m", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     for setting in (8, 3, (2, 6)):
         equal(live, code_exact(exact), x, setting)
 
 
 def test_after_any_switches_as_freshly_loaded(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m", scheme="nested")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     places = {name: buffer.data_ptr() for name, buffer in live.named_buffers()}
     rng = random.Random(1)
     plan = random_plan(live, rng)
     for setting in (2, random_plan(live, rng), 8, (3, 8), plan):
         set_bits(live, setting)
-    fresh = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    fresh = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     equal(live, fresh, x, plan)
     assert {name: buffer.data_ptr() for name, buffer in live.named_buffers()} == places
 
@@ -216,7 +217,7 @@ def test_transitional_norms(tmp_path: Path) -> None:
         if name.endswith("running_mean"):
             buffer.normal_(0, 0.2, generator=generator)
     save(prepared, tmp_path / "t")
-    live, exact = (load(tmp_path / "t", model, device=DEVICE, integer=kind) for kind in (True, False))
+    live, exact = (load(tmp_path / "t", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     rng = random.Random(2)
     for setting in (8, 2, random_plan(live, rng), random_plan(live, rng)):
         equal(live, code_exact(exact), x, setting)
@@ -232,7 +233,7 @@ def in_use(live: nn.Module) -> list[Call]:
 
 def test_codes_go_from_layer_to_layer(tmp_path: Path) -> None:
     model, _ = make("inverted", tmp_path / "m", keep_first_last=False)
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     found = [(type(call).__name__, len(call.readers), call.keep, call.cap, call.norm is None) for call in in_use(live)]
     assert found == [
         ("ValueCall", 1, False, None, True),  # the image
@@ -247,19 +248,19 @@ def test_codes_go_from_layer_to_layer(tmp_path: Path) -> None:
 
 def test_four_readers_share_two_quantizers_each(tmp_path: Path) -> None:
     model, _ = make("linear", tmp_path / "m", keep_first_last=False)
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     assert sorted(len(call.readers) for call in in_use(live)) == [0, 0, 0, 0, 1, 1, 2, 2]
 
 
 def test_codes_are_taken_where_they_are_used_if_values_change_in_place(tmp_path: Path) -> None:
     model, _ = make("in place", tmp_path / "m", keep_first_last=False)
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     assert not any(call.readers for call in in_use(live) if isinstance(call, LayerCall))
 
 
 def test_hooks_are_not_passed_by(tmp_path: Path) -> None:
     model, x = make("linear", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=False)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="float")
     seen: list[str] = []
     live.second.register_forward_hook(lambda *args: seen.append("second"))
     IntegerModel(live)(x)
@@ -271,7 +272,7 @@ def test_hooks_are_not_passed_by(tmp_path: Path) -> None:
 
 def test_one_image_without_a_batch(tmp_path: Path) -> None:
     model, x = make("in place", tmp_path / "m", keep_first_last=False)
-    live, exact = (load(tmp_path / "m", model, device=DEVICE, integer=kind) for kind in (True, False))
+    live, exact = (load(tmp_path / "m", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     equal(live, code_exact(exact), x[0], 4)
 
 
@@ -279,7 +280,7 @@ def test_sequences_of_vectors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     save(prepare(model, QuantConfig(bit_choices=BITS, keep_first_last=False), x), tmp_path / "m")
-    live, exact = (load(tmp_path / "m", model, device=DEVICE, integer=kind) for kind in (True, False))
+    live, exact = (load(tmp_path / "m", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     equal(live, code_exact(exact), x.to(DEVICE), 3)
     equal(live, code_exact(exact), x.to(DEVICE)[:, 0], 3)
     equal(live, code_exact(exact), x.to(DEVICE)[:, :, :].half(), 3)
@@ -287,7 +288,7 @@ def test_sequences_of_vectors(tmp_path: Path) -> None:
 
 def test_copies_and_the_exact_model_of_an_integer_model(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m", scheme="nested")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     exact, twin = code_exact(live), copy.deepcopy(live)
     assert not any(isinstance(module, IntegerLayer) for module in exact.modules())
     set_bits(live, 2)
@@ -298,18 +299,18 @@ def test_copies_and_the_exact_model_of_an_integer_model(tmp_path: Path) -> None:
 
 def test_other_weights_and_statistics_can_be_loaded(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     state = {name: t.flip(0) if t.dim() else t for name, t in live.state_dict().items()}
     live.load_state_dict(state)
     equal(live, code_exact(live), x, 8)
-    fresh = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    fresh = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     with torch.no_grad():
         assert not torch.equal(live(x), fresh(x))
 
 
 def test_inputs_that_no_code_stands_for(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m", keep_first_last=False)
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     for bad in (float("nan"), float("inf")):
         worse = x.clone()
         worse[0, 0, 0, 0] = bad
@@ -324,7 +325,7 @@ def test_inputs_that_no_code_stands_for(tmp_path: Path) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not know fake tensors")
 def test_torch_compile(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m", keep_first_last=False)
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     compiled = torch.compile(live, backend="aot_eager", fullgraph=True)
     equal(compiled, code_exact(live), x, 4)
     equal(compiled, code_exact(live), x, 8)
@@ -363,50 +364,51 @@ def test_the_cpu_runs_float_kernels_unless_told(tmp_path: Path) -> None:
 def test_a_gpu_that_lacks_something_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, _ = make("inverted", tmp_path / "m")
-    live = load(tmp_path / "m", model)
-    monkeypatch.setattr(runtime_module, "missing_on", lambda device: "its compute capability is 7.5, below 8.0")
-    runtime_module._say_once.cache_clear()
+    make("inverted", tmp_path / "m")
+    artifact = read_artifact(tmp_path / "m")
+    monkeypatch.setattr(kernel_choice, "missing_on", lambda device: "its compute capability is 7.5, below 8.0")
+    kernel_choice._say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert not runtime_module._wants_integer(live, torch.device("cuda"), None)
+            assert kernel_choice.choose_kernels(artifact, torch.device("cuda"), None, None) == "float"
     assert [record.message for record in caplog.records] == [
         "no integer kernels on cuda: its compute capability is 7.5, below 8.0; float kernels run instead"
     ]
-    runtime_module._say_once.cache_clear()
+    kernel_choice._say_once.cache_clear()
 
 
 def test_a_gpu_runs_integer_kernels_if_all_activations_are_quantised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "missing_on", lambda device: None)
+    monkeypatch.setattr(kernel_choice, "missing_on", lambda device: None)
     for activations in ("auto", "float"):
-        model, _ = make("inverted", tmp_path / "m", activations=activations)
-        wanted = runtime_module._wants_integer(load(tmp_path / "m", model), torch.device("cuda"), None)
-        assert wanted == (activations == "auto")
+        make("inverted", tmp_path / "m", activations=activations)
+        artifact = read_artifact(tmp_path / "m")
+        chosen = kernel_choice.choose_kernels(artifact, torch.device("cuda"), None, None)
+        assert chosen == ("integer" if activations == "auto" else "float")
 
 
 def test_exports_want_float_kernels(tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
     model, x = make("inverted", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
-    with pytest.raises(ConfigError, match=r"load\(path, integer=False\)"):
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
+    with pytest.raises(ConfigError, match=r"load\(path, kernels='float'\)"):
         export_onnx(live, tmp_path / "m.onnx", x)
 
 
 def test_norms_cannot_be_recalibrated(tmp_path: Path) -> None:
     model, x = make("inverted", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     for fixed in (live, code_exact(live)):
-        with pytest.raises(TrainingError, match=r"load\(path, integer=False\)"):
+        with pytest.raises(TrainingError, match=r"load\(path, kernels='float'\)"):
             recalibrate_norms(fixed, [x], 4)
         equal(live, fixed, x, 4)
 
 
 def test_the_float_weight_takes_no_memory(tmp_path: Path) -> None:
     model, _ = make("inverted", tmp_path / "m")
-    live = load(tmp_path / "m", model, device=DEVICE, integer=True)
+    live = load(tmp_path / "m", model, device=DEVICE, kernels="integer")
     layer = dialled_layers(live)["project.0"]
     assert isinstance(layer, IntegerConv2d)
     assert layer.active.numel() == 0

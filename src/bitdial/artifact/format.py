@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from bitdial import functional as bf
 from bitdial.errors import ArtifactError
+from bitdial.packing import unpack_bytes
 from bitdial.plan import BitPlan
 from bitdial.sensitivity import Sensitivity
 
@@ -56,6 +59,16 @@ class Artifact:
     def part(self, owner: str, name: str) -> Tensor | None:
         """The tensor `name` of a layer or norm, None if it has no such."""
         return self.tensors.get(f"{owner}/{name}")
+
+    def owner(self, layer: str) -> str:
+        """The layer whose weight `layer` uses: itself, or the one that it is tied to."""
+        return self.layers[layer].get("tied_to", layer)
+
+    def codes(self, owner: str) -> Tensor:
+        """Codes of the highest width, int8, in the weight's shape; only for schemes that narrow."""
+        assert bf.scheme_of(self.scheme).narrows
+        stored, shape, high = self.tensors[f"{owner}/codes"], self.layers[owner]["shape"], self.bit_choices[0]
+        return stored if high == 8 else unpack_bytes(stored, high, torch.Size(shape).numel()).reshape(shape)
 
 
 def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from bitdial.artifact import read_artifact
 from bitdial.cli.arguments import bits_setting, file_argument, shape
 from bitdial.cli.data import sample_input
 from bitdial.container import read_json
-from bitdial.errors import PlanError
+from bitdial.errors import ConfigError, PlanError
 from bitdial.export import export_onnx
 from bitdial.export.to_onnx import OPSETS
 from bitdial.plan import BitPlan, LayerBits
+from bitdial.pretrained import export_pretrained
 from bitdial.runtime import load
 
 TYPES = {"float32": torch.float32, "int64": torch.int64}
@@ -22,7 +23,10 @@ TYPES = {"float32": torch.float32, "int64": torch.int64}
 def export_command(parser: argparse.ArgumentParser) -> None:
     """The options of `export`."""
     file_argument(parser)
-    parser.add_argument("--onnx", type=Path, required=True, metavar="OUT", help="the file to write")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--onnx", type=Path, metavar="OUT", help="an ONNX file to write, at one setting")
+    target.add_argument("--hf", type=Path, metavar="OUT", help="a transformers folder to write, with all widths")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="with --hf: the folder of the float model")
     parser.add_argument(
         "--bits",
         type=bits_setting,
@@ -43,6 +47,11 @@ def export_command(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    if options.hf is not None:
+        if options.model is None:
+            raise ConfigError("--hf needs --model DIR, the folder of the float model, with its config.json")
+        print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
+        return
     artifact = read_artifact(options.file)
     sample = sample_input(options.input, artifact).to(TYPES[options.dtype])
     done = export_onnx(load(artifact), options.onnx, sample, bits=_plan(options.bits), opset=options.opset)

@@ -228,7 +228,7 @@ def _pareto(options: argparse.Namespace) -> None:
     device = _device()
     with fitting(x), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         front = measure_front(
-            load(artifact, device=device, integer=False),  # as in training
+            load(artifact, device=device, kernels="float"),  # as in training
             found,
             costs,
             batched(x.to(device), y.to(device)),

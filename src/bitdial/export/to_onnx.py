@@ -95,10 +95,13 @@ def _packed_layers(model: nn.Module) -> dict[str, PackedLayer]:
     layers = {}
     for name, layer in dialled_layers(model).items():
         if not isinstance(layer, PackedLayer):
-            raise ConfigError(f"layer {name!r} holds a float weight; export_onnx takes a live model, from load(path)")
+            kind = type(layer).__name__
+            raise ConfigError(
+                f"layer {name!r} is a {kind}; export_onnx takes a live model: load(path, kernels='float')"
+            )
         if isinstance(layer, ExactLayer):
             raise ConfigError(
-                f"layer {name!r} runs by integer sums; export_onnx takes a model from load(path, integer=False)"
+                f"layer {name!r} runs by integer sums; export_onnx takes a model from load(path, kernels='float')"
             )
         layers[name] = layer
     return layers

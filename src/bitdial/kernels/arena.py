@@ -63,6 +63,8 @@ class PackedArena:
     width is not to be run.
     """
 
+    on_device: tuple[str, ...] = ("master", "active", "_blocks", "_layers", "_bits", "_held")
+
     def __init__(
         self,
         codes: Mapping[str, Tensor],
@@ -86,13 +88,15 @@ class PackedArena:
         starts = [sum(counts[:i]) for i in range(len(counts))]
         widest = self.bit_choices[0]
         layers = [(high * start, widest * start, count) for start, count in zip(starts, counts, strict=True)]
+        self._spans = (
+            layers  # of each layer: where its words begin in the master and in the active buffer, words a plane
+        )
         blocks = [(i, b) for i, count in enumerate(counts) for b in range(-(-count // _BLOCK))]
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         self._blocks = torch.tensor(blocks, dtype=torch.int32, device=device)
-        self._starts = [widest * start for start in starts]
         self._held = torch.zeros(len(blocks), dtype=torch.int32, device=device)
         self._bits = torch.zeros(len(codes), dtype=torch.int32, device=device)
-        self.master = torch.empty(high * sum(counts), dtype=torch.int32, device=device)
+        self.master = self._empty_master(high * sum(counts), high * max(counts))
         for (begin, _, count), matrix in zip(layers, codes.values(), strict=True):
             self.master[begin : begin + high * count] = pack_words(matrix.to(device), packed_fields(high)).view(-1)
         self.active = torch.zeros(widest * sum(counts), dtype=torch.int32, device=device)
@@ -107,8 +111,17 @@ class PackedArena:
                 raise PlanError(f"layer {name!r} is not in the arena; it has {', '.join(self.names)}")
             if bits not in self.bit_choices:
                 raise PlanError(f"layer {name!r}: bits={bits} is not in bit_choices {self.bit_choices}")
+        changed = [name for name in self.names if wanted[name] != self.bits[name]]
         self._bits.copy_(torch.tensor(list(wanted.values()), dtype=torch.int32))
         self.bits = wanted
+        self._bring(changed)
+
+    def _empty_master(self, words: int, words_of_largest: int) -> Tensor:
+        """Room for the master; `words_of_largest` is what the largest layer has of it."""
+        return torch.empty(words, dtype=torch.int32, device=self.device)
+
+    def _bring(self, changed: Sequence[str]) -> None:
+        """Bring the active words of the layers whose width changed to that of the table."""
         self.repack()
 
     def repack(self) -> None:
@@ -118,11 +131,19 @@ class PackedArena:
             self.high, self.bit_choices[0], self.scheme, self.ties,
         )  # fmt: skip
 
+    def move(self, device: torch.device) -> None:
+        """Move everything to `device`, in place; words taken before are of the old place."""
+        if self.active.device == device:
+            return
+        self.device = device
+        for part in self.on_device:
+            setattr(self, part, getattr(self, part).to(device))
+
     def words(self, name: str) -> Tensor:
         """The active words of a layer, (bits, row tiles, column tiles, 128): a view."""
         layer, bits = self.names[name], self.bits[name]
         tiles = self._tiles[layer]
-        begin = self._starts[layer]
+        begin = self._spans[layer][1]
         return self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
 
     def bytes_moved(self, plan: int | Mapping[str, int]) -> int:
@@ -132,6 +153,5 @@ class PackedArena:
         return sum(4 * prod(self._tiles[self.names[name]]) * (self.high + wanted[name]) for name in changed)
 
     def bytes_held(self) -> int:
-        """What the master, the active words and the tables take."""
-        tensors = self.master, self.active, self._blocks, self._layers, self._bits, self._held
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        """What the master, the active words and the tables take on the device."""
+        return sum(getattr(self, part).nbytes for part in self.on_device)

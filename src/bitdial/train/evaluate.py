@@ -65,7 +65,9 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBit
         if not norms:
             raise TrainingError("the model has no switchable batch norm to recalibrate")
         if any(getattr(norm, "statistics_are_fixed", False) for norm in norms):
-            raise TrainingError("the norms of a model on integer sums are fixed; recalibrate load(path, integer=False)")
+            raise TrainingError(
+                "the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')"
+            )
         momenta = [norm.momentum for norm in norms]
         try:
             for norm in norms:
