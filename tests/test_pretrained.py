@@ -28,7 +28,7 @@ from bitdial.cli import main
 from bitdial.errors import ArtifactError, ConfigError, ExportError
 from bitdial.weight_only import WordsLinear
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5")
 
 WIDTHS = (8, 4, 3, 2)
 IDS = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -91,7 +91,7 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
 
 
 def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5")
     names = run("docs/transformers.md")
     assert names["text"].shape[1] > 8
     assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
