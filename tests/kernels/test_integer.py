@@ -243,9 +243,11 @@ def awkward(count: int, scale: float) -> Tensor:
 @pytest.mark.parametrize("kind", ["unsigned", "signed", "asymmetric"])
 @pytest.mark.parametrize("bits", [8, 7, 6, 5, 4, 3, 2])
 def test_codes_of_awkward_values(kind: str, bits: int) -> None:
-    numbers, x = quantizer(kind, bits, scale=0.0371), awkward(500, 0.0371)
-    _, codes, _ = integer_finish(x.to(DEVICE), None, None, numbers.to(DEVICE), None, None, False)
-    assert np.array_equal(codes.cpu().numpy(), numpy_codes(x.numpy(), numbers))
+    for scale, cap in ((0.0371, None), (0.0371, 6.0), (1.7e-4, math.inf), (3.3, None), (2.0**-7, math.inf)):
+        numbers, x = quantizer(kind, bits, scale=scale), awkward(500, scale)
+        _, codes, _ = integer_finish(x.to(DEVICE), None, None, numbers.to(DEVICE), None, cap, False)
+        y = x.numpy() if cap is None else np.clip(x.numpy(), np.float32(0), np.float32(cap))
+        assert np.array_equal(codes.cpu().numpy(), numpy_codes(y, numbers)), (scale, cap)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (7, 5), (2, 3, 5)])

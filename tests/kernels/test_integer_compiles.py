@@ -113,9 +113,9 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
     kernels.finish_value(x, kernels.Finish(torch.zeros(2, 16), x, math.inf, numbers, None, True))
     launch(channels=64, outputs=64, everything=False)
     for ptx in assembly:
-        multiply_adds, conversions = len(re.findall(r"fma\.rn\.f32", ptx)), len(re.findall(r"cvt\.rzi\.s\S*\.f32", ptx))
-        assert conversions > 0
-        assert multiply_adds == OF_A_QUOTIENT * conversions
+        multiply_adds, roundings = (len(re.findall(p, ptx)) for p in (r"fma\.rn\.f32", r"add\S*\.f32 [^;]*0f4B400000"))
+        assert roundings > 0
+        assert multiply_adds == OF_A_QUOTIENT * roundings
 
 
 def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:

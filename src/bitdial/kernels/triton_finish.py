@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton_quantize import _clip, _nearest, _ratio
+from bitdial.kernels.triton_quantize import _clip, _quotient
 
 FINISH_BLOCK = 1024
+# Adding 1.5 * 2^23 rounds a float32 below 2^22 to the nearest integer, ties to even, and leaves it in the low bits.
+ROUNDS = tl.constexpr(12582912.0)
+ROUNDS_BITS = tl.constexpr(0x4B400000)
 
 
 class Finish(NamedTuple):
@@ -29,12 +32,21 @@ class Finish(NamedTuple):
 
 
 @triton.jit
-def _code(y, quantizer_ptr):  # type: ignore[no-untyped-def]
-    """The stored int8 code of y."""
+def _code(y, quantizer_ptr, RELU: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The stored int8 code of y, behind a ReLU up to LIMIT if there is one.
+
+    The bounds of y are those of the codes times the scale: what lies beyond has the outermost code, and the quotient of
+    a bound rounds to it. The ReLU is a bound too.
+    """
     scale, zero = tl.load(quantizer_ptr), tl.load(quantizer_ptr + 1)
-    least, most = tl.load(quantizer_ptr + 2) - zero, tl.load(quantizer_ptr + 3) - zero
-    whole = _nearest(_clip(_ratio(y, scale, least, most), least, most))
-    return (whole + (zero - tl.load(quantizer_ptr + 4))).to(tl.int8)
+    low, high = (tl.load(quantizer_ptr + 2) - zero) * scale, (tl.load(quantizer_ptr + 3) - zero) * scale
+    if RELU:
+        low = tl.maximum(low, 0.0)
+    if LIMIT is not None:
+        high = tl.minimum(high, LIMIT)
+    rounded = _quotient(_clip(y, low, high), scale) + ROUNDS
+    shift = (zero - tl.load(quantizer_ptr + 4)).to(tl.int32) - ROUNDS_BITS
+    return (rounded.to(tl.int32, bitcast=True) + shift).to(tl.int8)
 
 
 @triton.jit
@@ -61,16 +73,17 @@ def _finish_tile(  # type: ignore[no-untyped-def]
         y = y + tl.load(norm_ptr + K + channel, mask=used, other=0.0)
     if other_ptr is not None:
         y = y + tl.load(other_ptr + at, mask=live, other=0.0)
-    if CAP:
-        y = tl.maximum(y, 0.0)
-    if LIMIT is not None:
-        y = tl.minimum(y, LIMIT)
     if value_ptr is not None:
-        tl.store(value_ptr + at, y, mask=live)
+        value = y
+        if CAP:
+            value = tl.maximum(value, 0.0)
+        if LIMIT is not None:
+            value = tl.minimum(value, LIMIT)
+        tl.store(value_ptr + at, value, mask=live)
     if first_ptr is not None:
-        tl.store(codes_ptr + at, _code(y, first_ptr), mask=live)
+        tl.store(codes_ptr + at, _code(y, first_ptr, CAP, LIMIT), mask=live)
     if second_ptr is not None:
-        tl.store(more_ptr + at, _code(y, second_ptr), mask=live)
+        tl.store(more_ptr + at, _code(y, second_ptr, CAP, LIMIT), mask=live)
 
 
 @triton.jit

@@ -33,21 +33,26 @@ def _nearest(v):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _ratio(x, scale, least, most):  # type: ignore[no-untyped-def]
-    """x / scale, rounded as IEEE has it, wherever that lies between least - 1 and most + 1; beyond, a value beyond.
+def _quotient(x, scale):  # type: ignore[no-untyped-def]
+    """x / scale, rounded as IEEE has it, unless it overflows.
 
     The GPU's own division leaves its fast path when x is 0, as half of the values behind a ReLU are. Markstein: with
     the reciprocal correctly rounded and a quotient within an ulp (the first correction sees to that), a fused
-    correction of the quotient is the correctly rounded one. Clipping keeps infinities out.
+    correction of the quotient is the correctly rounded one. The minus goes with the scale, which is one number.
     """
     if FUSES:
-        x = _clip(x, (least - 1.0) * scale, (most + 1.0) * scale)
-        inverse = tl.div_rn(1.0, scale)
+        inverse, minus = tl.div_rn(1.0, scale), -scale
         ratio = x * inverse
-        ratio = tl.fma(tl.fma(-ratio, scale, x), inverse, ratio)
-        return tl.fma(tl.fma(-ratio, scale, x), inverse, ratio)
+        ratio = tl.fma(tl.fma(ratio, minus, x), inverse, ratio)
+        return tl.fma(tl.fma(ratio, minus, x), inverse, ratio)
     else:
         return tl.div_rn(x, scale)
+
+
+@triton.jit
+def _ratio(x, scale, least, most):  # type: ignore[no-untyped-def]
+    """x / scale, rounded as IEEE has it, wherever that lies between least - 1 and most + 1; beyond, a value beyond."""
+    return _quotient(_clip(x, (least - 1.0) * scale, (most + 1.0) * scale), scale)
 
 
 @triton.jit
