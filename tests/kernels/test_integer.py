@@ -72,7 +72,8 @@ def quantizer(kind: str, bits: int, scale: float = 0.37) -> Tensor:
 
 def numpy_codes(y: np.ndarray, numbers: Tensor) -> np.ndarray:
     scale, zero, least, most, shift = numbers.numpy()
-    return (np.clip(np.rint(y / scale) + zero, least, most) - shift).astype(np.int64)
+    with np.errstate(over="ignore"):  # a ratio may be infinite, and has the outermost code
+        return (np.clip(np.rint(y / scale) + zero, least, most) - shift).astype(np.int64)
 
 
 class Case(NamedTuple):
