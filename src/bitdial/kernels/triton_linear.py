@@ -291,16 +291,17 @@ def linear(
 
 
 def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
-    """A first guess, by counting; `benchmarks/linear.py --sweep` finds better ones on the GPU at hand.
+    """By counting, and for one token by trying on an H200 (`benchmarks/linear.py --sweep`, 4096 and 14336 rows).
 
-    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Above 8 tokens
-    the tokens are most of what a program reads, so it takes twice the rows if registers suffice. Few rows: the columns
-    are shared out.
+    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors; of many programs,
+    several share a multiprocessor, and four warps each are better than eight. Above 8 tokens the tokens are most of
+    what a program reads, so it takes twice the rows if registers suffice. Few rows: the columns are shared out.
     """
     row_tiles = 2 if tokens > 8 and bits <= 4 else 1
     programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
-    steps = triton.cdiv(columns, TILE_COLUMNS * 8)
+    warps = 4 if programs > 512 else 8
+    steps = triton.cdiv(columns, TILE_COLUMNS * warps)
     splits = 1
     while programs * splits < 128 and splits * 2 <= steps:
         splits *= 2
-    return FewSettings(row_tiles=row_tiles, warps=8, splits=splits, ahead=bits <= 4)
+    return FewSettings(row_tiles=row_tiles, warps=warps, splits=splits, ahead=True)
