@@ -110,14 +110,19 @@ class Work:
     def ours(self, *, halves: bool, tiles: Tiles | None = None) -> list[Call]:
         """Convolution, norm, ReLU and quantizer by the kernel; a call gives the codes."""
         finish = Finish(self.norm, None, math.inf, self.quantizer, None, False)
-        operands = (self.weight, self.pad, self.correction(halves), self.factor, None, finish, self.geometry)
-        return [lambda x=x: triton_integer.convolve(x, *operands, halves=halves, tiles=tiles)[1] for x in self.codes]
+        number = self.number(halves)
+        operands = (self.weight, self.pad, self.correction(halves), self.factor, number, None, finish, self.geometry)
+        return [lambda x=x: triton_integer.convolve(x, *operands, tiles=tiles)[1] for x in self.codes]
+
+    def number(self, halves: bool) -> Tensor | None:
+        """What tells the kernel of centred codes of 8 bits; None: there are none."""
+        return torch.ones(1, dtype=torch.int32, device=self.weight.device) if halves else None
 
     def reference(self, *, halves: bool) -> Tensor:
         """The codes that `ours` must give, by sums in float64."""
         g = self.geometry
         moves = (list(g.stride), list(g.padding), list(g.dilation), g.groups)
-        sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, halves)
+        sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, self.number(halves))
         y = integer.channels_last(sums.float() * self.factor.view(-1, 1, 1))
         return integer.finish_by_torch(y, self.norm, None, self.quantizer, None, math.inf, False)[1]
 

@@ -99,9 +99,9 @@ class IntegerLayer(KernelLayer, ExactLayer):
     def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]) -> Outputs:
         stride, padding, dilation, groups = moves
         return integer_conv2d(
-            x, self.integers, self.pad, self.correction, self.factor, cast(Tensor | None, self.bias),
+            x, self.integers, self.pad, self.correction, self.factor, self.halves, cast(Tensor | None, self.bias),
             finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
-            list(dilation), groups, self.halves, finish.get("cap"), finish.get("keep", True),
+            list(dilation), groups, finish.get("cap"), finish.get("keep", True),
         )  # fmt: skip
 
 
