@@ -1,0 +1,70 @@
+"""The switch of a whole model as one PyTorch operator: codes narrowed, small operands chosen, all of it in one launch.
+
+    master (bytes,) int8    stored codes of all layers          table (words,) int32   operands at every choice, in rows
+    active (bytes,) int8    integers at the widths in use       words (words,) int32   those of the row in use
+
+Every part of a model that can change has a key; `wanted` (2, keys) int32 says what each is to have and whether that is
+new. Work is cut into blocks, one for a program of the kernel, which reads its line of a table and returns at once if
+its key does not change. Numbers of 32 bits are copied as words, whatever they mean.
+
+    code_blocks (blocks, 6)   key, where it begins in master and in active (in words of 4 bytes), stored width,
+                              second rounding (`codes.SECOND`), 1 if the integer below 8 bits is 2 * code + 1
+    word_blocks (blocks, 5)   key, where row 0 begins in table, where the words begin, words from row to row, words
+
+The wanted number is a width for code blocks, the number of a row for word blocks.
+"""
+
+import torch
+from torch import Tensor
+
+from bitdial import functional as bf
+from bitdial.kernels.codes import SECOND
+from bitdial.kernels.quantize import triton_runs
+
+BLOCK_WORDS = 2048  # of a block at most, and of a code block exactly
+BLOCK_BYTES = 4 * BLOCK_WORDS
+# What `functional.narrow` calls the second roundings.
+_RULES = {
+    SECOND["nearest even"]: ("double_rounding", "even"),
+    SECOND["nearest up"]: ("double_rounding", "up"),
+    SECOND["floor"]: ("truncate", "even"),
+}
+
+
+@torch.library.custom_op("bitdial::switch_", mutates_args=("active", "words"))
+def switch_(
+    master: Tensor, active: Tensor, table: Tensor, words: Tensor, code_blocks: Tensor, word_blocks: Tensor,
+    wanted: Tensor,
+) -> None:  # fmt: skip
+    """Bring `active` and `words` to what is `wanted`, in place, where that is new."""
+    if triton_runs(master):
+        from bitdial.kernels import triton_switch
+
+        with torch.cuda.device_of(master):
+            triton_switch.switch(master, active, table, words, code_blocks, word_blocks, wanted)
+        return
+    values, changes = wanted.tolist()
+    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for key, source, target, *how in code_blocks.tolist():
+        if changes[key]:
+            groups.setdefault((values[key], *how), []).append((source // BLOCK_WORDS, target // BLOCK_WORDS))
+    for (bits, high, second, centred), places in groups.items():
+        sources, targets = torch.tensor(places, device=master.device).unbind(1)
+        integers = narrowed(master.view(-1, BLOCK_BYTES)[sources], bits, high, second, bool(centred))
+        active.view(-1, BLOCK_BYTES)[targets] = integers
+    for key, source, target, stride, count in word_blocks.tolist():
+        if changes[key]:
+            begin = source + values[key] * stride
+            words[target : target + count] = table[begin : begin + count]
+
+
+@switch_.register_fake
+def _(*arguments: object) -> None:
+    return None
+
+
+def narrowed(codes: Tensor, bits: int, high: int, second: int, centred: bool) -> Tensor:
+    """What the kernels multiply with, int8: the `bits`-bit codes, or 2 * code + 1 if `centred` and that fits."""
+    scheme, ties = _RULES[second]
+    codes = bf.narrow(codes, high=high, low=bits, scheme=scheme, ties=ties)
+    return 2 * codes + 1 if centred and bits < 8 else codes
