@@ -70,12 +70,12 @@ def test_rows_of_words_and_blocks_that_change_place() -> None:
     active = torch.zeros_like(master)
     code_lines = [(0, 0, BLOCK_WORDS, 8, SECOND["floor"], 0), (0, BLOCK_WORDS, 0, 8, SECOND["floor"], 0)]
     word_lines = [(1, 40, 0, 2500, BLOCK_WORDS), (1, 40 + BLOCK_WORDS, BLOCK_WORDS, 2500, 2500 - BLOCK_WORDS),
-                  (2, 8000, 2600, 12, 12), (3, 8100, 2700, 3, 3)]  # fmt: skip
+                  (2, 8000, 2600, 12, 12), (3, 8100, 2700, 8, 4)]  # fmt: skip
     wanted = ints([[5, 2, 4, 1], [1, 1, 0, 1]], 4)
     switch_(master, active, table, words, ints(code_lines, 6), ints(word_lines, 5), wanted)
     expected = torch.full_like(words, 5)
     expected[:2500] = table[40 + 2 * 2500 :][:2500]
-    expected[2700:2703] = table[8103:8106]
+    expected[2700:2704] = table[8108:8112]
     assert torch.equal(words, expected)
     assert active.view(2, -1).unique(dim=1).flatten().tolist() == [2, 1]  # 16 and 8, at 5 bits
 

@@ -9,7 +9,8 @@ its key does not change. Numbers of 32 bits are copied as words, whatever they m
 
     code_blocks (blocks, 6)   key, where it begins in master and in active (in words of 4 bytes), stored width,
                               second rounding (`codes.SECOND`), 1 if the integer below 8 bits is 2 * code + 1
-    word_blocks (blocks, 5)   key, where row 0 begins in table, where the words begin, words from row to row, words
+    word_blocks (blocks, 5)   key, where row 0 begins in table, where the words begin, words from row to row, words;
+                              all but the key are multiples of 4
 
 The wanted number is a width for code blocks, the number of a row for word blocks.
 """

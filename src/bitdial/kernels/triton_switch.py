@@ -29,13 +29,13 @@ def _switch(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
 ):
     block = tl.program_id(0)
-    at = tl.arange(0, WORDS)
     if block < code_blocks:
         line = code_blocks_ptr + 6 * block
         key = tl.load(line)
         if tl.load(wanted_ptr + keys + key) != 0:
             source, target = tl.multiple_of(tl.load(line + 1), WORDS), tl.multiple_of(tl.load(line + 2), WORDS)
             high, second, centred = tl.load(line + 3), tl.load(line + 4), tl.load(line + 5)
+            at = tl.arange(0, WORDS)
             words = tl.load(master_ptr + source + at)
             words = _narrow(words, tl.load(wanted_ptr + key), high, second, centred)
             tl.store(active_ptr + target + at, words)
@@ -43,10 +43,11 @@ def _switch(  # type: ignore[no-untyped-def]
         line = word_blocks_ptr + 5 * (block - code_blocks)
         key = tl.load(line)
         if tl.load(wanted_ptr + keys + key) != 0:
-            source, target = tl.load(line + 1), tl.load(line + 2)
-            source += tl.load(wanted_ptr + key) * tl.load(line + 3)
-            used = at < tl.load(line + 4)
-            tl.store(words_ptr + target + at, tl.load(table_ptr + source + at, mask=used, other=0), mask=used)
+            source = tl.load(line + 1) + tl.load(wanted_ptr + key) * tl.load(line + 3)
+            target, count = tl.multiple_of(tl.load(line + 2), 4), tl.multiple_of(tl.load(line + 4), 4)
+            at = tl.arange(0, WORDS)
+            words = tl.load(table_ptr + tl.multiple_of(source, 4) + at, mask=at < count, other=0)
+            tl.store(words_ptr + target + at, words, mask=at < count)
 
 
 @triton.jit
