@@ -64,7 +64,7 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Bring the kernels' operands to these widths, in place."""
-        super().select_bits(weight_bits, act_bits)
+        vars(self).update(weight_bits=weight_bits, act_bits=act_bits)  # setting attributes of modules takes far longer
         if self.board is not None:
             self.board.select(self)
         else:
@@ -218,7 +218,7 @@ class IntegerSwitchableNorm(BoardPart, IntegerNorm, SwitchableBatchNorm):
         self.board.reload(self)
 
     def select_set(self, bits: int, fed_bits: int | None = None) -> None:
-        super().select_set(bits, fed_bits)
+        vars(self).update(bits=bits, fed_bits=bits if fed_bits is None else fed_bits)
         assert self.board is not None
         self.board.select(self)
 

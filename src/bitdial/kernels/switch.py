@@ -15,6 +15,8 @@ its key does not change. Numbers of 32 bits are copied as words, whatever they m
 The wanted number is a width for code blocks, the number of a row for word blocks.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from bitdial.kernels.quantize import triton_runs
 
 BLOCK_WORDS = 2048  # of a block at most, and of a code block exactly
 BLOCK_BYTES = 4 * BLOCK_WORDS
+_RUN_BYTES = 64 * BLOCK_BYTES  # that the reference narrows at once: what lies between its steps stays in the cache
 # What `functional.narrow` calls the second roundings.
 _RULES = {
     SECOND["nearest even"]: ("double_rounding", "even"),
@@ -45,14 +48,9 @@ def switch_(
             triton_switch.switch(master, active, table, words, code_blocks, word_blocks, wanted)
         return
     values, changes = wanted.tolist()
-    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for key, source, target, *how in code_blocks.tolist():
-        if changes[key]:
-            groups.setdefault((values[key], *how), []).append((source // BLOCK_WORDS, target // BLOCK_WORDS))
-    for (bits, high, second, centred), places in groups.items():
-        sources, targets = torch.tensor(places, device=master.device).unbind(1)
-        integers = narrowed(master.view(-1, BLOCK_BYTES)[sources], bits, high, second, bool(centred))
-        active.view(-1, BLOCK_BYTES)[targets] = integers
+    for run in _runs(code_blocks.tolist(), values, changes):
+        codes = master[run.source : run.source + run.count]
+        active[run.target : run.target + run.count] = narrowed(codes, *run.how)
     for key, source, target, stride, count in word_blocks.tolist():
         if changes[key]:
             begin = source + values[key] * stride
@@ -64,7 +62,36 @@ def _(*arguments: object) -> None:
     return None
 
 
-def narrowed(codes: Tensor, bits: int, high: int, second: int, centred: bool) -> Tensor:
+@dataclass
+class _Run:
+    """Neighbouring blocks that are narrowed alike: bytes in master and in active, and the arguments of `narrowed`."""
+
+    source: int
+    target: int
+    count: int
+    how: tuple[int, ...]
+
+
+def _runs(lines: list[list[int]], values: list[int], changes: list[int]) -> list[_Run]:
+    """The code blocks that change, in runs of at most _RUN_BYTES."""
+    runs: list[_Run] = []
+    for key, source, target, *how in lines:
+        if not changes[key]:
+            continue
+        block = _Run(4 * source, 4 * target, BLOCK_BYTES, (values[key], *how))
+        if runs and runs[-1].count < _RUN_BYTES and _follows(runs[-1], block):
+            runs[-1].count += BLOCK_BYTES
+        else:
+            runs.append(block)
+    return runs
+
+
+def _follows(run: _Run, block: _Run) -> bool:
+    ends = run.source + run.count, run.target + run.count
+    return ends == (block.source, block.target) and run.how == block.how
+
+
+def narrowed(codes: Tensor, bits: int, high: int, second: int, centred: int) -> Tensor:
     """What the kernels multiply with, int8: the `bits`-bit codes, or 2 * code + 1 if `centred` and that fits."""
     scheme, ties = _RULES[second]
     codes = bf.narrow(codes, high=high, low=bits, scheme=scheme, ties=ties)
