@@ -36,7 +36,7 @@ class FollowingNorm(Protocol):
 
 
 class Switchboard(Protocol):
-    """What a model offers whose parts are switched all at once: these by name, and a block that ends with the switch."""
+    """What a model offers whose parts are switched all at once: them by name, and a block that ends with the switch."""
 
     layers: dict[str, DialledLayer]
     norms: dict[str, FollowingNorm]
@@ -140,7 +140,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     """The layers of `model` that `set_bits` switches, by name; an error if there are none."""
     board = _switchboard(model)
-    layers = _having(model, "select_bits") if board is None else board.layers
+    layers = _having(model, "select_bits") if board is None else dict(board.layers)
     if not layers:
         raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
     return layers

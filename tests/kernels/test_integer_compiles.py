@@ -129,3 +129,24 @@ def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -
     triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
     assert "fma.rn.f64" not in assembly[0]
+
+
+def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None:
+    from bitdial.kernels import triton_switch
+
+    codes, words = torch.zeros(3 * 8192, dtype=torch.int8), torch.zeros(64, dtype=torch.int32)
+    code_blocks, word_blocks = (torch.zeros(3, columns, dtype=torch.int32) for columns in (6, 5))
+    wanted = torch.zeros(2, 6, dtype=torch.int32)
+    triton_switch.switch(codes, codes.clone(), words, words.clone(), code_blocks, word_blocks, wanted)
+    (ptx,) = assembly
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 4  # 2 of codes, 2 of words
+    assert "bar.sync" not in ptx
+    assert ".shared" not in ptx
+
+
+def test_codes_that_are_never_centred_do_not_pay_for_those_that_are(assembly: list[str]) -> None:
+    for centred in (False, True):
+        launch(channels=64, outputs=64, centred=centred)
+    products = [len(re.findall(r"wgmma\.mma_async", ptx)) for ptx in assembly]
+    assert products[1] == 2 * products[0]  # a loop for each kind of integers, or only one

@@ -104,12 +104,8 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
         return Codes(self.filters(self.stored), self.bit_choices[0], kind, is_centred(self))
 
     def take_codes(self, stored: Tensor, integers: Tensor) -> None:
-        self.stored = self.weight_of(stored)
+        self.stored = stored
         self.register_buffer("integers", integers, persistent=False)
-
-    def weight_of(self, filters: Tensor) -> Tensor:
-        """A view of `filters` in the order of the weight."""
-        raise NotImplementedError
 
     def filters(self, codes: Tensor) -> Tensor:
         """`codes` of the weight in the order (K, R, S, C / groups)."""

@@ -37,7 +37,7 @@ def needs_halves(layer: Operated) -> bool:
 
 
 def weight_operand(layer: Operated, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(integers (K, R, S, C / groups) int8, sums (K,) int32 of those that they stand for, step (K,) of one of these)."""
+    """Integers (K, R, S, C / groups), int8; of those that they stand for the sums (K,), int32, and the step (K,)."""
     codes, step = layer.weight_codes(bits)
     integers = layer.filters(codes)
     sums = integers.flatten(1).sum(dim=1, dtype=torch.int32)

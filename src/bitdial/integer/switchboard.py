@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError
+from bitdial.errors import ConfigError, PlanError
 from bitdial.integer.operands import Tables
 from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, switch_
 from bitdial.plan import DialledLayer, FollowingNorm
@@ -52,15 +52,18 @@ class BoardPart(nn.Module):
         """The stored codes, where there are any."""
         return None
 
+    def weight_of(self, filters: Tensor) -> Tensor:
+        """A view of `filters` in the order of the weight."""
+        raise NotImplementedError
+
     def take_codes(self, stored: Tensor, integers: Tensor) -> None:
-        """Make views of filters in the master and in the active buffer the layer's own."""
+        """Make the views of the master, in the order of the weight, and of the active buffer the layer's own."""
         raise NotImplementedError
 
 
 class _Place(NamedTuple):
-    """Where a table of a part lies: its key, where its rows begin in `table` and how long it is, its row in `words`."""
+    """Where the rows of a part lie in `table`."""
 
-    key: int
     start: int
     length: int
 
@@ -74,11 +77,16 @@ class Switchboard:
     words: Tensor
 
     def __init__(self, model: nn.Module):
-        """A board of the parts in `model` whose `board` is to be this one; `bind` lays it out."""
+        """A board without parts for `model`: `add` puts them on it, `bind` lays out their operands."""
         modules = dict(model.named_modules())
         self.layers: dict[str, DialledLayer] = {n: m for n, m in modules.items() if hasattr(m, "select_bits")}
         self.norms: dict[str, FollowingNorm] = {n: m for n, m in modules.items() if hasattr(m, "select_set")}
         self._parts: list[BoardPart] = []
+        self._views: list[tuple[BoardPart, str, Tensor]] = []  # the parts' buffers while all is in place
+        self._first_key: dict[BoardPart, int] = {}
+        self._places: dict[BoardPart, list[_Place]] = {}  # of its tables
+        self._held: list[int] = []  # by key
+        self._pending: dict[BoardPart, None] = {}
         self._collecting = False
 
     def add(self, part: BoardPart) -> None:
@@ -131,6 +139,8 @@ class Switchboard:
                 changes[key] = int(values[key] != value)
                 values[key] = value
         if any(changes):
+            if self._wanted.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise PlanError("a switch cannot be recorded; call set_bits outside, recorded graphs follow the dial")
             # Memory that PyTorch does not use again before the copy is done.
             numbers = torch.tensor([values, changes], dtype=torch.int32, pin_memory=self._wanted.is_cuda)
             self._wanted.copy_(numbers, non_blocking=True)
@@ -145,18 +155,15 @@ class Switchboard:
     def bind(self) -> None:
         """Lay out all operands, fill them as selected, and make them the parts' own."""
         device = self._device()
-        self._views: list[tuple[BoardPart, str, Tensor]] = []
-        self._first_key: dict[BoardPart, int] = {}
-        self._places: dict[BoardPart, list[_Place]] = {}
-        keys = 0
+        self._views = []
+        self._held = []
         for part in self._parts:
-            self._first_key[part] = keys
-            keys += len(part.wanted())
+            self._first_key[part] = len(self._held)
+            self._held += [NOTHING] * len(part.wanted())
         self._bind_codes(device)
         self._bind_words(device)
-        self._wanted = torch.zeros(2, keys, dtype=torch.int32, device=device)
-        self._held = [NOTHING] * keys
-        self._pending: dict[BoardPart, None] = dict.fromkeys(self._parts)
+        self._wanted = torch.zeros(2, len(self._held), dtype=torch.int32, device=device)
+        self._pending = dict.fromkeys(self._parts)
         self._switch()
 
     def _device(self) -> torch.device:
@@ -167,43 +174,42 @@ class Switchboard:
         return devices.pop() if devices else torch.device("cpu")
 
     def _bind_codes(self, device: torch.device) -> None:
-        """Lay out the codes of each layer from a multiple of BLOCK_BYTES on; layers on one weight share those stored."""
+        """Lay out the codes, each layer's from a multiple of BLOCK_BYTES on; layers on one weight share the stored."""
         lines: list[tuple[int, ...]] = []
-        layers: list[tuple[BoardPart, Codes, int, int]] = []
-        stored: dict[int, int] = {}
-        end = 0  # of the active buffer, in bytes; and of the master
-        end_of_master = 0
+        found: list[tuple[BoardPart, Codes, int, int]] = []
+        starts: dict[int, int] = {}  # of stored codes in the master
+        stored = active = 0  # bytes so far
         for part in self._parts:
-            codes = part.codes()
-            if codes is None:
+            if (codes := part.codes()) is None:
                 continue
-            owner = id(part._buffers["stored"])
             size = -(-codes.filters.numel() // BLOCK_BYTES) * BLOCK_BYTES
-            if owner not in stored:
-                stored[owner] = end_of_master
-                end_of_master += size
+            weight = id(part._buffers["stored"])
+            if weight not in starts:
+                starts[weight] = stored
+                stored += size
             how = (codes.high, codes.second, int(codes.centred))
             for at in range(0, size, BLOCK_BYTES):
-                lines.append((self._first_key[part], (stored[owner] + at) // 4, (end + at) // 4, *how))
-            layers.append((part, codes, stored[owner], end))
-            end += size
-        self.master = torch.zeros(end_of_master, dtype=torch.int8, device=device)
-        self.active = torch.zeros(end, dtype=torch.int8, device=device)
-        views: dict[int, Tensor] = {}
-        for part, codes, source, target in layers:
-            count, shape = codes.filters.numel(), codes.filters.shape
-            if source not in views:
-                views[source] = self.master[source : source + count].view(shape).copy_(codes.filters)
-            part.take_codes(views[source], self.active[target : target + count].view(shape))
-            self._remember(part, "stored", "integers")
+                lines.append((self._first_key[part], (starts[weight] + at) // 4, (active + at) // 4, *how))
+            found.append((part, codes, starts[weight], active))
+            active += size
+        self.master = torch.zeros(stored, dtype=torch.int8, device=device)
+        self.active = torch.zeros(active, dtype=torch.int8, device=device)
         self._code_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 6)
+        weights: dict[int, Tensor] = {}
+        for part, codes, source, target in found:
+            shape, count = codes.filters.shape, codes.filters.numel()
+            if source not in weights:
+                filters = self.master[source : source + count].view(shape).copy_(codes.filters)
+                weights[source] = part.weight_of(filters)
+            part.take_codes(weights[source], self.active[target : target + count].view(shape))
+            self._remember(part, "stored", "integers")
 
     def _bind_words(self, device: torch.device) -> None:
         """Lay out the tables and the rows in use."""
         lines: list[tuple[int, ...]] = []
-        rows: list[Tensor] = []
-        start = end = 0  # of the table so far, of the words so far
-        rests: list[tuple[BoardPart, Tables, int]] = []
+        found: list[tuple[BoardPart, Tables, int]] = []
+        tables_in_words: list[Tensor] = []
+        start = end = 0  # words so far: of the tables, of the rows in use
         for part in self._parts:
             key = self._first_key[part] + (part.codes() is not None)
             self._places[part] = []
@@ -212,20 +218,20 @@ class Switchboard:
                 stride = table.shape[1]
                 for at in range(0, stride, BLOCK_WORDS):
                     lines.append((key, start + at, end + at, stride, min(BLOCK_WORDS, stride - at)))
-                self._places[part].append(_Place(key, start, table.numel()))
-                rows.append(table.flatten())
-                rests.append((part, tables, end))
+                self._places[part].append(_Place(start, table.numel()))
+                found.append((part, tables, end))
+                tables_in_words.append(table.flatten())
                 start, end, key = start + table.numel(), end + stride, key + 1
-        self.table = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int32, device=device)
+        self.table = torch.cat([torch.zeros(0, dtype=torch.int32, device=device), *tables_in_words])
         self.words = torch.zeros(end, dtype=torch.int32, device=device)
-        for part, tables, begin in rests:
+        self._word_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 5)
+        for part, tables, at in found:
             for name, table in tables.items():
                 count = _words({name: table}).shape[1]
-                view = self.words[begin : begin + count].view(table.dtype)
-                part.register_buffer(name, view[: table[0].numel()].view(table.shape[1:]), persistent=False)
+                view = self.words[at : at + count].view(table.dtype)[: table[0].numel()].view(table.shape[1:])
+                part.register_buffer(name, view, persistent=False)
                 self._remember(part, name)
-                begin += count
-        self._word_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 5)
+                at += count
 
     def _remember(self, part: BoardPart, *names: str) -> None:
         for name in names:

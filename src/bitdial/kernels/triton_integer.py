@@ -237,20 +237,15 @@ def _convolve(  # type: ignore[no-untyped-def]
     top = q // OW % OH * STRIDE_H - PAD_H
     left = q % OW * STRIDE_W - PAD_W
     window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
-    if halves_ptr is None:
+    if (0 if halves_ptr is None else tl.load(halves_ptr)) != 0:
         sums = _sums(
             x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
-            TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
-        )  # fmt: skip
-    elif tl.load(halves_ptr) == 0:
-        sums = _sums(
-            x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
-            TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
+            TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
         )  # fmt: skip
     else:
         sums = _sums(
             x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
-            TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
+            TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
         )  # fmt: skip
     # The rest goes slice by slice, so that its operands need not all be in registers at once.
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
@@ -317,8 +312,7 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
     top = p // OW % OH * STRIDE_H - PAD_H
     left = p % OW * STRIDE_W - PAD_W
     pad = tl.load(pad_ptr)
-    if halves_ptr is not None:
-        halves = tl.load(halves_ptr)
+    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
     sums = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.int32)
     for r in tl.static_range(R):
         for s in tl.static_range(S):
@@ -327,9 +321,7 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             at = ((image * H + row) * W + column)[:, None] * C + c[None, :]
             x = tl.load(x_ptr + at, mask=live & inside[:, None], other=pad).to(tl.int32)
             w = _weights(w_ptr, c * (R * S) + (r * S + s), c < C, False).to(tl.int32)
-            if halves_ptr is not None:
-                w = w * (1 + halves) + halves  # 2 * w + 1 or w
-            sums += x * w[None, :]
+            sums += x * (w * (1 + halves) + halves)[None, :]  # w or 2 * w + 1
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
     start = tl.program_id(1) * BLOCK_C
     _finish_sums(sums, p, p < pixels, 0, start, ends, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)

@@ -56,8 +56,8 @@ def _narrow(words, low, high, second, centred):  # type: ignore[no-untyped-def]
 
     Shifted up to 8 bits and with 128 added, codes are bytes that are not negative: u. Narrowing them from 8 bits is the
     same as narrowing the stored ones, ties included. Of u / 2^shift, `whole` has the floor; what is cut off and the
-    tie's rule decide whether one is added: the carry of a sum over the low `shift` bits, which are 6 at most, so that it
-    stays within the byte. A byte that was rounded up beyond the top has the bit above set, and loses it again.
+    rule for ties decide whether one is added: the carry of a sum over the low `shift` bits, 6 at most, so that it stays
+    within the byte. A byte that was rounded up beyond the top has the bit above set, and loses one again.
     """
     ONES: tl.constexpr = 0x01010101
     SIGNS: tl.constexpr = 0x80808080 - (1 << 32)  # as a signed number
@@ -74,7 +74,7 @@ def _narrow(words, low, high, second, centred):  # type: ignore[no-untyped-def]
     carry = (u & (ONES * cut)) + (whole & odd) + ONES * lift
     whole += (carry >> shift) & above
     whole -= (whole >> low) & above
-    # u' = code + 2^(low-1). Bytes stay within 0 to 255 if 128 is added before, and taken away by the last step.
+    # `whole` is code + 2^(low-1). With 128 added, the results are not negative either; the last step takes it away.
     offset = tl.where(twice != 0, 129 - (1 << low), 128 - (1 << (low - 1)))
     return ((whole << twice) + ONES * offset) ^ SIGNS
 
