@@ -131,13 +131,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["ties up", "nested"] if INTERPRETED else SETTINGS)
 def test_after_any_switches_as_freshly_loaded(name: str, make: Callable[..., Any]) -> None:
     fresh = make(**SETTINGS[name])
     live, rng = fresh(), random.Random(1)
     addresses = {name: t.data_ptr() for name, t in operands(live).items()}
     top = max(live.stem.bit_choices)
-    for setting in (2, top, random_plan(live, rng), (2, top), *(random_plan(live, rng) for _ in range(4)), "mixed"):
+    for setting in (2, top, random_plan(live, rng), (2, top), random_plan(live, rng)):
         set_bits(live, setting)
     for setting in ("mixed", random_plan(live, rng), top):
         assert INTERPRETED or right(live, setting), setting  # slow there, and seen in test_model.py
@@ -179,6 +179,7 @@ def test_one_launch_for_what_changes(make: Callable[..., Any], launches: list[Te
     assert get_bits(live)["wide"] == (2, 4)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="slow there, and seen above")
 def test_codes_are_centred_by_a_number_in_memory(make: Callable[..., Any]) -> None:
     nested, low, plain = (make(**settings)() for settings in ({"scheme": "nested"}, SETTINGS["nested, 6 bits"], {}))
     for bits, flag in ((8, 1), (6, 0), (2, 0), (8, 1)):
