@@ -167,6 +167,10 @@ class IntegerNorm(nn.Module):
 
     lines: Tensor
 
+    def refresh(self) -> None:
+        """Make the lines anew, in place."""
+        raise NotImplementedError
+
     def normalize(self, x: Tensor) -> Tensor:
         """x * multiplier + offset, each rounded once."""
         if x.dim() in (2, 4) and x.dtype == torch.float32:
@@ -176,8 +180,9 @@ class IntegerNorm(nn.Module):
 
 
 def _refresh(norm: Any, keys: object) -> None:
-    """After other statistics were loaded, the lines must follow."""
-    norm.refresh()
+    """After other statistics were loaded, the lines must follow; a code-exact copy has none."""
+    if isinstance(norm, IntegerNorm):
+        norm.refresh()
 
 
 class IntegerBatchNorm(IntegerNorm, ExactBatchNorm):
@@ -191,7 +196,6 @@ class IntegerBatchNorm(IntegerNorm, ExactBatchNorm):
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
-        """Fill `lines` anew, in place."""
         self.lines.copy_(norm_lines(self))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -209,7 +213,6 @@ class IntegerSwitchableNorm(BoardPart, IntegerNorm, SwitchableBatchNorm):
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
-        """Make the lines of all sets anew, in place."""
         assert self.board is not None
         self.board.reload(self)
 
