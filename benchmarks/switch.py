@@ -204,7 +204,7 @@ def measure_live(
     device, rows, draw = next(live.buffers()).device, [], random.Random(options.seed)
     settings: dict[int | str, int | BitPlan] = {bits: bits for bits in BITS}
     settings |= {f"plan {i}": random_plan(live, draw) for i in (1, 2)}
-    for begin, end in [*pairs, (8, "plan 1"), ("plan 1", "plan 2"), ("plan 2", 2)]:
+    for begin, end in [*pairs, (8, "plan 1"), ("plan 1", "plan 2")]:
         source, target = settings[begin], settings[end]
         moved = moved_bytes(live, source, target)
         there = torch.empty(moved // 8, dtype=torch.int32, device=device)
