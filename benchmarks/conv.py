@@ -12,7 +12,8 @@ Contenders for each layer of a network, at its size for images of 224 x 224:
 
 All run as CUDA graphs. Inputs rotate over 128 MB, or 32 copies where that is less. `exact` says that the codes equal
 those of sums in float64. Weights are one int8 for each code, so at one layer the widths differ by nothing, but for
-centred codes (`nested`) of 8 bits, which take a sum of activations too: these are the two kinds of rows.
+centred codes (`nested`) of 8 bits, which take a sum of activations too: "integer halves". "integer centred" is the same
+kernel at lower widths, which reads a number in memory to know; "integer" has no such number.
 
 A linear layer is a 1x1 convolution of one pixel: `--linear M N K` adds one, against bf16 matmul.
 """
@@ -41,6 +42,7 @@ from bitdial.kernels.triton_integer import Geometry, Tiles
 
 ROTATED_BYTES = 128 << 20  # of a layer's inputs
 MOST_COPIES = 32
+KINDS = {"integer": None, "integer centred": 0, "integer halves": 1}
 
 
 class Shape(NamedTuple):
@@ -102,22 +104,27 @@ class Work:
         self.geometry = Geometry.of(codes, self.weight, *moves)
         self.pixels = batch * self.geometry.out_height * self.geometry.out_width
 
-    def correction(self, halves: bool) -> Tensor:
+    def correction(self, halves: int | None) -> Tensor:
         """128 times the sums of the weight's integers."""
         sums = self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
         return 128 * (2 * sums + self.weight[0].numel() if halves else sums)
 
-    def ours(self, *, halves: bool, tiles: Tiles | None = None) -> list[Call]:
+    def ours(self, *, halves: int | None, tiles: Tiles | None = None) -> list[Call]:
         """Convolution, norm, ReLU and quantizer by the kernel; a call gives the codes."""
         finish = Finish(self.norm, None, math.inf, self.quantizer, None, False)
-        operands = (self.weight, self.pad, self.correction(halves), self.factor, None, finish, self.geometry)
-        return [lambda x=x: triton_integer.convolve(x, *operands, halves=halves, tiles=tiles)[1] for x in self.codes]
+        number = self.number(halves)
+        operands = (self.weight, self.pad, self.correction(halves), self.factor, number, None, finish, self.geometry)
+        return [lambda x=x: triton_integer.convolve(x, *operands, tiles=tiles)[1] for x in self.codes]
 
-    def reference(self, *, halves: bool) -> Tensor:
+    def number(self, halves: int | None) -> Tensor | None:
+        """What tells the kernel whether codes are centred ones of 8 bits; None: they never are."""
+        return None if halves is None else torch.tensor([halves], dtype=torch.int32, device=self.weight.device)
+
+    def reference(self, *, halves: int | None) -> Tensor:
         """The codes that `ours` must give, by sums in float64."""
         g = self.geometry
         moves = (list(g.stride), list(g.padding), list(g.dilation), g.groups)
-        sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, halves)
+        sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, self.number(halves))
         y = integer.channels_last(sums.float() * self.factor.view(-1, 1, 1))
         return integer.finish_by_torch(y, self.norm, None, self.quantizer, None, math.inf, False)[1]
 
@@ -168,8 +175,8 @@ def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[
     contenders = {"bf16": work.bf16(compiled=False)}
     if options.compile:
         contenders["bf16 compiled"] = work.bf16(compiled=True)
-    for halves in (False, True):
-        contenders["integer halves" if halves else "integer"] = work.ours(halves=halves, tiles=options.tiles)
+    for name, halves in KINDS.items():
+        contenders[name] = work.ours(halves=halves, tiles=options.tiles)
     times = milliseconds(contenders, options)
     where = {"network": network, "batch": work.batch, **work.shape._asdict()}
     rows = []
@@ -180,9 +187,10 @@ def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[
             "ms": significant(ms),
             "speedup_vs_bf16": significant(times["bf16"] / ms),
         }
-        if name.startswith("integer"):
-            halves = name.endswith("halves")
-            row |= {"weight_bits": 8, "act_bits": 8, "scheme": "nested" if halves else "double_rounding"}
+        if name in KINDS:
+            halves = KINDS[name]
+            scheme, bits = ("double_rounding", 8) if halves is None else ("nested", 8 if halves else 7)
+            row |= {"weight_bits": bits, "act_bits": 8, "scheme": scheme}
             codes = contenders[name][0]()
             row["exact"] = torch.equal(codes, work.reference(halves=halves)) if work.batch <= 32 else None
         rows.append(row)
@@ -196,7 +204,7 @@ def sweep(network: str, work: Work, options: argparse.Namespace) -> list[dict[st
     base = milliseconds({"bf16": work.bf16(compiled=False)}, options)["bf16"]
     for tiles in [options.tiles] if options.tiles else list(candidates(work)):
         try:
-            ms = milliseconds({"ours": work.ours(halves=False, tiles=tiles)}, options)["ours"]
+            ms = milliseconds({"ours": work.ours(halves=None, tiles=tiles)}, options)["ours"]
         except Exception as problem:  # too much shared memory, say: named and passed over
             print(f"{tiles}: {type(problem).__name__}: {str(problem).splitlines()[0]}", flush=True)
             continue
@@ -251,7 +259,7 @@ def launch_once(jobs: list[tuple[str, Shape, int]], options: argparse.Namespace)
         tilings = list(candidates(work)) if options.sweep else [options.tiles]
         for j, tiles in enumerate(tilings):
             if (i + j) % of == mine:
-                for halves in (False,) if options.sweep else (False, True):
+                for halves in (None,) if options.sweep else KINDS.values():
                     try:
                         work.ours(halves=halves, tiles=tiles)[0]()
                     except Exception:  # the run itself will name it

@@ -3,14 +3,19 @@
     python benchmarks/switch.py            # a table, and results/switch-h200.json
     python benchmarks/switch.py --tiny     # a try on any machine, under Triton's interpreter without a GPU
 
-`double_rounding`: the master codes are read and the words of the new width written, one launch for all layers. The
-device time of the launch is set against that of a copy which reads and writes as many bytes in sum; both are queued
-behind a waiting kernel, so that the host's part is not in them. `wall_ms` is all of it, from the call of `set_bits` to
-the end on the device. `reload_ms` reads the words of the new width from a file that is in the host's cache. `nested`
-moves nothing: a width is the number of planes that the next call reads.
+**Packed words** (`resnet50`, `linears-1b`). `double_rounding`: the master codes are read and the words of the new width
+written, one launch for all layers. The device time of the launch is set against that of a copy which reads and writes
+as many bytes in sum; both are queued behind a waiting kernel, so that the host's part is not in them. `wall_ms` is all
+of it, from the call of `set_bits` to the end on the device. `reload_ms` reads the words of the new width from a file
+that is in the host's cache. `nested` moves nothing: a width is the number of planes that the next call reads.
 
-After all this, random plans are switched through; memory must not have grown, and the words must be those of an arena
-that was made anew.
+**A live model** (`live resnet50`): ResNet50 from a file, on integer kernels, switched by `bitdial.set_bits`. Its
+integers, and all other operands of layers and norms, change in one launch; `ms` has the copy of the widths to the
+device too. "plan 1" and "plan 2" are drawn at random: weight and activation bits of each layer. The file that
+`reload_ms` reads has the same operands.
+
+After all this, random plans are switched through; memory must not have grown, and the words or operands must be those
+of an arena that was made anew, or of a model that was loaded anew.
 """
 
 import argparse
@@ -29,11 +34,15 @@ from safetensors.torch import load_file, save_file
 from timing import add_arguments, write_record
 from torch import Tensor, nn
 
-from bitdial import build_model
+from bitdial import BitPlan, QuantConfig, build_model, get_bits, load, prepare, save, set_bits
 from bitdial.kernels.arena import PackedArena
+from bitdial.plan import SWITCHBOARD, dialled_layers
 
 BITS = (8, 6, 4, 3, 2)
-WAIT_CYCLES = 2_000_000  # about a millisecond, in which the host queues what is measured
+MODELS = ["resnet50", "linears-1b", "live resnet50"]
+LIVE_SCHEMES = ("double_rounding", "nested")
+OPERANDS = ("integers", "pad", "correction", "factor", "quantizer", "halves", "lines")
+WAIT_CYCLES = 10_000_000  # about 5 milliseconds, in which the host queues what is measured
 
 
 def resnet50_shapes() -> dict[str, tuple[int, int]]:
@@ -108,19 +117,24 @@ def measure(
         row = {"model": name, "scheme": "double_rounding", "from": source, "to": target,
                "ms": round(statistics.median(device_ms), 5), "copy_ms": round(statistics.median(copy_ms), 5),
                "bytes_moved": moved, "wall_ms": round(statistics.median(wall_ms), 4),
-               "reload_ms": round(reload_ms(arena, folder), 3)}  # fmt: skip
+               "reload_ms": round(reload_ms({n: arena.words(n) for n in arena.names}, folder), 3)}  # fmt: skip
         rows.append(row)
-        print(f"{name:12} {source} -> {target}  {row['ms']:8.4f} ms  copy {row['copy_ms']:8.4f} ms  "
-              f"{row['ms'] / row['copy_ms']:5.2f}x  wall {row['wall_ms']:8.4f} ms  file {row['reload_ms']:9.2f} ms  "
-              f"{moved / 1e6:9.2f} MB", flush=True)  # fmt: skip
+        show(row)
     return rows
 
 
-def reload_ms(arena: PackedArena, folder: Path) -> float:
-    """Milliseconds to read the active words from a file, the better of two tries."""
-    file = folder / "words.safetensors"
-    save_file({name: arena.words(name).contiguous() for name in arena.names}, file)
-    return min(wall(lambda: load_file(file, device=str(arena.device)), arena.device) for _ in range(2))
+def show(row: dict[str, Any]) -> None:
+    """Print a row."""
+    print(f"{row['model']:16} {row['scheme']:15} {row['from']} -> {row['to']}  {row['ms']:8.4f} ms  "
+          f"copy {row['copy_ms']:8.4f} ms  {row['ms'] / row['copy_ms']:5.2f}x  wall {row['wall_ms']:8.4f} ms  "
+          f"file {row['reload_ms']:9.2f} ms  {row['bytes_moved'] / 1e6:9.2f} MB", flush=True)  # fmt: skip
+
+
+def reload_ms(tensors: dict[str, Tensor], folder: Path) -> float:
+    """Milliseconds to read `tensors` from a file to where they are, the better of two tries."""
+    file, device = folder / "words.safetensors", next(iter(tensors.values())).device
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return min(wall(lambda: load_file(file, device=str(device)), device) for _ in range(2))
 
 
 def random_switches(arena: PackedArena, fresh: Callable[[], PackedArena], count: int, seed: int) -> dict[str, Any]:
@@ -138,10 +152,122 @@ def random_switches(arena: PackedArena, fresh: Callable[[], PackedArena], count:
     return {"switches": count, "bytes_grown": grown, "equal_to_fresh": equal}
 
 
+# --- a live model -----------------------------------------------------------------------------------
+
+
+def write_model(file: Path, scheme: str, options: argparse.Namespace) -> nn.Module:
+    """A network with random weights, all layers quantised, as a file; returns the float model."""
+    torch.manual_seed(options.seed)
+    model = build_model("cifar_resnet", blocks=1, width=4) if options.tiny else build_model("resnet50")
+    config = QuantConfig(bit_choices=BITS, scheme=scheme, start="lsq", keep_first_last=False)
+    images = torch.randn(2, 3, 32, 32)
+    save(prepare(model, config, images), file)
+    return model
+
+
+def operands(live: nn.Module) -> dict[str, Tensor]:
+    """What the kernels read and a width changes, by name."""
+    return {name: tensor for name, tensor in live.named_buffers() if name.rpartition(".")[2] in OPERANDS}
+
+
+def deciding(live: nn.Module) -> dict[str, object]:
+    """For each operand, what its contents depend on, as it is set now."""
+    found: dict[str, object] = {}
+    for name in operands(live):
+        owner, _, kind = name.rpartition(".")
+        part: Any = live.get_submodule(owner)
+        if kind == "lines":
+            found[name] = part.key
+        else:
+            weight, act = part.weight_bits, part.act_bits
+            found[name] = {"integers": weight, "pad": act, "quantizer": act}.get(kind, (weight, act))
+    return found
+
+
+def moved_bytes(live: nn.Module, source: int | BitPlan, target: int | BitPlan) -> int:
+    """What a switch must read and write: the operands that change."""
+    set_bits(live, source)
+    before = deciding(live)
+    set_bits(live, target)
+    after, tensors = deciding(live), operands(live)
+    return 2 * sum(t.numel() * t.element_size() for n, t in tensors.items() if before[n] != after[n])
+
+
+def random_plan(live: nn.Module, draw: random.Random) -> BitPlan:
+    return BitPlan({name: (draw.choice(BITS), draw.choice(BITS)) for name in dialled_layers(live)})
+
+
+def measure_live(
+    live: nn.Module, scheme: str, pairs: list[tuple[int, int]], options: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    """A row for each pair of widths, and for two plans."""
+    device, rows, draw = next(live.buffers()).device, [], random.Random(options.seed)
+    settings: dict[int | str, int | BitPlan] = {bits: bits for bits in BITS}
+    settings |= {f"plan {i}": random_plan(live, draw) for i in (1, 2)}
+    for begin, end in [*pairs, (8, "plan 1"), ("plan 1", "plan 2")]:
+        source, target = settings[begin], settings[end]
+        moved = moved_bytes(live, source, target)
+        there = torch.empty(moved // 8, dtype=torch.int32, device=device)
+        here = torch.zeros_like(there)
+        device_ms, copy_ms, wall_ms = [], [], []
+        for _ in range(options.rounds):
+            for times, take in ((device_ms, queued), (wall_ms, wall)):
+                set_bits(live, source)
+                times.append(take(lambda target=target: set_bits(live, target), device))
+            copy_ms.append(queued(lambda here=here, there=there: there.copy_(here), device))
+        rows.append({
+            "model": "live tiny" if options.tiny else "live resnet50", "scheme": scheme, "from": begin, "to": end,
+            "ms": round(statistics.median(device_ms), 5), "copy_ms": round(statistics.median(copy_ms), 5),
+            "bytes_moved": moved, "wall_ms": round(statistics.median(wall_ms), 4),
+            "reload_ms": round(reload_ms(operands(live), folder), 3),
+        })  # fmt: skip
+        show(rows[-1])
+    return rows
+
+
+def random_live_switches(live: nn.Module, fresh: Callable[[], nn.Module], count: int, seed: int) -> dict[str, Any]:
+    """Switch through random plans; what memory did, and whether the operands are those of a model loaded anew."""
+    draw, on_gpu = random.Random(seed), next(live.buffers()).is_cuda
+    addresses = {name: tensor.data_ptr() for name, tensor in operands(live).items()}
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    for _ in range(count):
+        set_bits(live, random_plan(live, draw))
+    if on_gpu:
+        torch.cuda.synchronize()
+    grown = torch.cuda.memory_allocated() - before if on_gpu else 0
+    other = fresh()
+    set_bits(other, get_bits(live))
+    mine, theirs = operands(live), operands(other)
+    return {"switches": count, "bytes_grown": grown,
+            "equal_to_fresh": all(torch.equal(mine[name], theirs[name]) for name in theirs),
+            "addresses_kept": addresses == {name: tensor.data_ptr() for name, tensor in mine.items()}}  # fmt: skip
+
+
+def measure_live_models(
+    pairs: list[tuple[int, int]], device: torch.device, options: argparse.Namespace, record: dict[str, Any]
+) -> None:
+    """Add the rows, memory and random switches of live models to `record`."""
+    for scheme in LIVE_SCHEMES:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "model.safetensors"
+            model = write_model(file, scheme, options)
+
+            def fresh(file: Path = file, model: nn.Module = model) -> nn.Module:
+                return load(file, model, device=device, kernels="integer")
+
+            live = fresh()
+            rows = measure_live(live, scheme, pairs, options, Path(folder))
+            record["rows"] += rows
+            name = f"{rows[0]['model']}, {scheme}"
+            record["memory"][name] = getattr(live, SWITCHBOARD).bytes_held()
+            record["random"][name] = random_live_switches(live, fresh, 3 if options.tiny else 1000, options.seed)
+        print(f"{name} {record['memory'][name]} {record['random'][name]}", flush=True)
+
+
 def main() -> None:
     """Measure, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=["resnet50", "linears-1b"], default=["resnet50", "linears-1b"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     add_arguments(parser, rounds=9)
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -151,9 +277,9 @@ def main() -> None:
             return
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first kernel does
     record: dict[str, Any] = {"rows": [], "memory": {}, "random": {}}
-    models = {"tiny": stack_shapes(2, 256)} if options.tiny else {
-        name: resnet50_shapes() if name == "resnet50" else stack_shapes(60, 4096) for name in options.models
-    }  # fmt: skip
+    shapes_of = {"resnet50": resnet50_shapes, "linears-1b": lambda: stack_shapes(60, 4096)}
+    models = {name: make() for name, make in shapes_of.items() if name in options.models}
+    models = {"tiny": stack_shapes(2, 256)} if options.tiny else models
     pairs = [(8, 2), (2, 4)] if options.tiny else list(itertools.permutations(BITS, 2))
     for name, shapes in models.items():
         arena = make_arena(shapes, options.seed, device)
@@ -174,6 +300,8 @@ def main() -> None:
         )  # fmt: skip
         print(f"{name:12} {record['memory'][name]} {record['random'][name]}", flush=True)
         del arena
+    if "live resnet50" in options.models:
+        measure_live_models(pairs, device, options, record)
     write_record("switch", options, **record)
 
 

@@ -33,10 +33,11 @@ def test_convolutions(tmp_path: Path) -> None:
     record = run(tmp_path, "conv.py", "--linear", "4", "8", "40")
     assert record["command"] == "python benchmarks/conv.py --tiny --rounds 1 --device cpu --linear 4 8 40"
     rows = {row["kernel"]: row for row in record["rows"]}
-    assert set(rows) == {"bf16", "integer", "integer halves"}
-    assert rows["integer"]["exact"] is rows["integer halves"]["exact"] is True
+    ours = {"integer", "integer centred", "integer halves"}
+    assert set(rows) == {"bf16", *ours}
+    assert all(rows[kind]["exact"] is True for kind in ours)
     assert rows["bf16"]["speedup_vs_bf16"] == 1
-    assert {entry["kernel"] for entry in record["summary"]} == {"integer", "integer halves"}
+    assert {entry["kernel"] for entry in record["summary"]} == ours
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_wrong_results_are_not_timed(linear: ModuleType) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_switch_writes_rows_and_ends_as_a_fresh_arena(tmp_path: Path) -> None:
+def test_switch_writes_rows_and_ends_as_freshly_made(tmp_path: Path) -> None:
     out = tmp_path / "switch.json"
     run("switch.py", "--tiny", "--rounds", "1", "--out", str(out))
     record = json.loads(out.read_text())
@@ -95,5 +95,18 @@ def test_switch_writes_rows_and_ends_as_a_fresh_arena(tmp_path: Path) -> None:
         ("double_rounding", 8, 2),
         ("double_rounding", 2, 4),
     ]
-    assert [r["bytes_moved"] for r in rows] == [2 * 256 * 256 * 10 // 8, 2 * 256 * 256 * 12 // 8, 0, 0]
-    assert record["random"]["tiny"] == {"switches": 3, "bytes_grown": 0, "equal_to_fresh": True}
+    assert [r["bytes_moved"] for r in rows[:4]] == [2 * 256 * 256 * 10 // 8, 2 * 256 * 256 * 12 // 8, 0, 0]
+    found = {"switches": 3, "bytes_grown": 0, "equal_to_fresh": True}
+    assert record["random"].pop("tiny") == found
+    assert [(r["model"], r["scheme"], r["from"], r["to"]) for r in rows[4:]] == [
+        ("live tiny", scheme, *pair)
+        for scheme in ("double_rounding", "nested")
+        for pair in ((8, 2), (2, 4), (8, "plan 1"), ("plan 1", "plan 2"))
+    ]
+    whole = rows[4]["bytes_moved"]
+    assert [r["bytes_moved"] == whole for r in rows[4:8]] == [True, True, False, False]
+    for scheme in ("double_rounding", "nested"):
+        name = f"live tiny, {scheme}"
+        assert record["random"].pop(name) == {**found, "addresses_kept": True}
+        assert set(record["memory"][name]) == {"master", "active", "table", "words", "blocks"}
+    assert not record["random"]

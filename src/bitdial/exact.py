@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
-from bitdial.plan import dialled_layers, unwrap
+from bitdial.plan import SWITCHBOARD, dialled_layers, unwrap
 
 _SUM_BITS = 52
 _MOST_BITS = 24
@@ -52,6 +52,7 @@ def code_exact(model: nn.Module) -> nn.Module:
             kind = type(layer).__name__
             raise ConfigError(f"layer {name!r} is a {kind}; code_exact takes a live model: load(path, kernels='float')")
     model = copy.deepcopy(unwrap(model)).eval()
+    vars(model).pop(SWITCHBOARD, None)  # of integer kernels, which the copy does not run on
     for module in model.modules():
         twin = getattr(module, "exact_type", _TWINS.get(type(module)))  # a module on integer kernels names its own
         if twin is not None:

@@ -1,7 +1,7 @@
 """Bit plans, and the dial: the one way to change which width a model runs at."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -10,6 +10,7 @@ from bitdial.errors import PlanError
 
 LayerBits = int | tuple[int, int]
 STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
+SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Switchboard
 
 
 class DialledLayer(Protocol):
@@ -24,14 +25,6 @@ class DialledLayer(Protocol):
         ...
 
 
-class SharedDial(Protocol):
-    """What layers that are switched together have as their `dial`: it turns them in one go."""
-
-    def turn(self, selection: Mapping[Any, tuple[int, int]]) -> None:
-        """Select the (weight bits, activation bits) of each layer; all are in `bit_choices`."""
-        ...
-
-
 class FollowingNorm(Protocol):
     """What a norm offers that has a set per width: the layer it follows, and how to change the set."""
 
@@ -39,6 +32,17 @@ class FollowingNorm(Protocol):
 
     def select_set(self, bits: int, fed_bits: int) -> None:
         """Select the set of a width, or of a pair of them."""
+        ...
+
+
+class Switchboard(Protocol):
+    """What a model offers whose parts are switched all at once: them by name, and a block that ends with the switch."""
+
+    layers: dict[str, DialledLayer]
+    norms: dict[str, FollowingNorm]
+
+    def together(self) -> AbstractContextManager[None]:
+        """A block in which selections are collected; at its end they take effect, all in one."""
         ...
 
 
@@ -135,14 +139,20 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     """The layers of `model` that `set_bits` switches, by name; an error if there are none."""
-    layers = {
-        name: cast(DialledLayer, module)
-        for name, module in unwrap(model).named_modules()
-        if hasattr(module, "select_bits")
-    }
+    board = _switchboard(model)
+    layers = _having(model, "select_bits") if board is None else dict(board.layers)
     if not layers:
         raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
     return layers
+
+
+def _switchboard(model: nn.Module) -> Switchboard | None:
+    return getattr(unwrap(model), SWITCHBOARD, None)
+
+
+def _having(model: nn.Module, method: str) -> dict[str, Any]:
+    """The modules that have `method`, by name."""
+    return {name: module for name, module in unwrap(model).named_modules() if hasattr(module, method)}
 
 
 def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan | str") -> dict[str, tuple[int, int]]:
@@ -192,20 +202,14 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
     changes. Batch norms follow the weight bits of the layer that feeds them.
     """
     chosen = resolve_plan(model, bits)
-    layers = dialled_layers(model)
-    norms = {n: cast(FollowingNorm, m) for n, m in unwrap(model).named_modules() if hasattr(m, "select_set")}
+    layers, board = dialled_layers(model), _switchboard(model)
+    norms: dict[str, FollowingNorm] = _having(model, "select_set") if board is None else board.norms
     sets = {name: _widths(name, norm, chosen) for name, norm in norms.items()}
-    together: dict[SharedDial, dict[DialledLayer, tuple[int, int]]] = {}
-    for name, pair in chosen.items():
-        dial: SharedDial | None = getattr(layers[name], "dial", None)
-        if dial is None:
+    with nullcontext() if board is None else board.together():
+        for name, pair in chosen.items():
             layers[name].select_bits(*pair)
-        else:
-            together.setdefault(dial, {})[layers[name]] = pair
-    for dial, selection in together.items():
-        dial.turn(selection)
-    for name, norm in norms.items():
-        norm.select_set(*sets[name])
+        for name, norm in norms.items():
+            norm.select_set(*sets[name])
 
 
 def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:

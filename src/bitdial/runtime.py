@@ -27,7 +27,7 @@ from bitdial.nn import (
 )
 from bitdial.plan import STORED_PLANS, set_bits
 from bitdial.prepare import swap_modules
-from bitdial.weight_only import packed_linears
+from bitdial.weight_only import ArenaLinear, packed_linears
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
 TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
@@ -87,6 +87,8 @@ def load_into(
         return words | _packed_layers(artifact, {n: m for n, m in layers.items() if n not in served})
 
     live = _assemble(artifact, model, make_layers, bits=offered[0]).eval().requires_grad_(False)
+    for board in {layer.board for layer in live.modules() if isinstance(layer, ArenaLinear)}:  # there is one or none
+        board.serve(live)
     if dtype is not None:
         _convert(live, dtype)
     live = live.to(device)

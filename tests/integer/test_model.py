@@ -333,12 +333,15 @@ def test_torch_compile(tmp_path: Path) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize("recorded_at", [8, 4])
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "dorefa"])
 @pytest.mark.parametrize("net", ["residual", "inverted", "linear"])
-def test_a_recorded_graph_follows_the_dial(net: str, tmp_path: Path) -> None:
-    model, x = make(net, tmp_path / "m")
+def test_a_recorded_graph_follows_the_dial(net: str, scheme: str, recorded_at: int, tmp_path: Path) -> None:
+    model, x = make(net, tmp_path / "m", scheme=scheme)
     live = load(tmp_path / "m", model, device=DEVICE)
     assert isinstance(live, IntegerModel)
     exact, graph = code_exact(live), torch.cuda.CUDAGraph()
+    set_bits(live, recorded_at)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         live(x)
@@ -346,11 +349,12 @@ def test_a_recorded_graph_follows_the_dial(net: str, tmp_path: Path) -> None:
     with torch.cuda.graph(graph):
         out = live(x)
     rng = random.Random(3)
-    for setting in (8, 2, random_plan(live, rng), (4, 8), random_plan(live, rng)):
+    for setting in (*BITS, random_plan(live, rng), (4, 8), random_plan(live, rng)):
         set_bits(live, setting)
         set_bits(exact, setting)
         graph.replay()
         assert torch.equal(out, exact(x)), setting
+        assert torch.equal(out, live(x)), setting
 
 
 # --- where it is used -----------------------------------------------------------------------------

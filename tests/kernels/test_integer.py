@@ -85,7 +85,13 @@ class Case(NamedTuple):
 
 
 def make_case(
-    geometry: tuple[Any, ...], finish: dict[str, Any], *, kind: str, bits: int, halves: bool, extreme: bool = False
+    geometry: tuple[Any, ...],
+    finish: dict[str, Any],
+    *,
+    kind: str,
+    bits: int,
+    halves: bool | None,
+    extreme: bool = False,
 ) -> Case:
     n, c, h, w, k, (r, s), stride, padding, dilation, groups = geometry
     least, most = (0, 2**bits) if kind != "signed" else (-(2 ** (bits - 1)), 2 ** (bits - 1))
@@ -128,7 +134,8 @@ def make_case(
         "factor": factor,
         **options,
         **{"stride": list(stride), "padding": list(padding), "dilation": list(dilation), "groups": groups},
-        **{"halves": halves, "keep": finish.get("keep", True)},
+        "halves": None if halves is None else torch.tensor([int(halves)], dtype=torch.int32),
+        "keep": finish.get("keep", True),
     }
     arguments = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in arguments.items()}
     return Case(arguments, y, codes)
@@ -178,7 +185,7 @@ def check(case: Case) -> None:
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_geometry(name: str, finish: str) -> None:
     kind = "asymmetric" if finish in ("all", "value") else "unsigned"
-    check(make_case(GEOMETRIES[name], FINISHES[finish], kind=kind, bits=8, halves=finish == "all"))
+    check(make_case(GEOMETRIES[name], FINISHES[finish], kind=kind, bits=8, halves=finish == "all" or None))
 
 
 @pytest.mark.parametrize("halves", [False, True])
@@ -189,8 +196,8 @@ def test_every_width_and_kind(name: str, bits: int, kind: str, halves: bool) -> 
     check(make_case(GEOMETRIES[name], FINISHES["norm, relu, two codes"], kind=kind, bits=bits, halves=halves))
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_the_largest_sums_are_exact(halves: bool) -> None:
+@pytest.mark.parametrize("halves", [None, False, True])
+def test_the_largest_sums_are_exact(halves: bool | None) -> None:
     geometry = (1, integer.MOST_TERMS, 1, 1, 3, (1, 1), (1, 1), (0, 0), (1, 1), 1)
     check(make_case(geometry, {}, kind="unsigned", bits=8, halves=halves, extreme=True))
 
@@ -204,7 +211,7 @@ def test_more_terms_than_int32_holds_fall_back() -> None:
     unused, factor = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.ones(2, device=DEVICE)
     moves = ([1, 1], [0, 0], [1, 1])
     value, _, _ = integer_conv2d(
-        x, weight, pad, unused, factor, None, None, None, None, None, *moves, 1, False, None, True
+        x, weight, pad, unused, factor, None, None, None, None, None, None, *moves, 1, None, True
     )
     assert value.flatten().tolist() == [float(np.float32(-128 * 255 * c))] * 2
 
@@ -213,7 +220,7 @@ def test_more_terms_than_int32_holds_fall_back() -> None:
     "arrange", [lambda t: t.contiguous(), lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)]
 )
 def test_any_memory_layout(arrange: Callable[[Tensor], Tensor]) -> None:
-    case = make_case(GEOMETRIES["odd everything"], FINISHES["all"], kind="unsigned", bits=8, halves=False)
+    case = make_case(GEOMETRIES["odd everything"], FINISHES["all"], kind="unsigned", bits=8, halves=None)
     for name in ("x", "other"):
         case.arguments[name] = arrange(case.arguments[name])
     check(case)
@@ -223,8 +230,19 @@ def test_any_memory_layout(arrange: Callable[[Tensor], Tensor]) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("name", ["3x3", "depth-wise", "3 channels"])
+def test_one_call_follows_the_number_that_says_what_weights_stand_for(name: str) -> None:
+    """As a recorded graph does: the arguments stay, what they hold changes."""
+    cases = {flag: make_case(GEOMETRIES[name], {}, kind="unsigned", bits=8, halves=bool(flag)) for flag in (1, 0)}
+    arguments = cases[1].arguments
+    for flag, case in cases.items():
+        arguments["halves"].fill_(flag)
+        arguments["correction"].copy_(case.arguments["correction"])
+        assert np.array_equal(integer_conv2d(**arguments)[0].cpu().numpy(), case.value)
+
+
 def test_no_images() -> None:
-    case = make_case(GEOMETRIES["3x3"], FINISHES["norm, relu, two codes"], kind="unsigned", bits=8, halves=False)
+    case = make_case(GEOMETRIES["3x3"], FINISHES["norm, relu, two codes"], kind="unsigned", bits=8, halves=None)
     case.arguments["x"] = case.arguments["x"][:0]
     value, codes, more = integer_conv2d(**case.arguments)
     assert value.shape == codes.shape == more.shape == (0, *case.value.shape[1:])

@@ -52,7 +52,7 @@ def type_of(value: object) -> str:
 
 
 def launch(
-    *, channels: int, outputs: int, taps: int = 3, groups: int = 1, halves: bool = False, everything: bool = True
+    *, channels: int, outputs: int, taps: int = 3, groups: int = 1, centred: bool = False, everything: bool = True
 ) -> None:
     from bitdial.kernels import triton_finish
     from bitdial.kernels import triton_integer as kernels
@@ -68,7 +68,8 @@ def launch(
     )
     pad, correction = torch.zeros(channels // groups, dtype=torch.int8), line.int()
     bias = line if everything else None
-    kernels.convolve(x, weight, pad, correction, line, bias, finish, geometry, halves=halves)
+    halves = torch.zeros(1, dtype=torch.int32) if centred else None
+    kernels.convolve(x, weight, pad, correction, line, halves, bias, finish, geometry)
 
 
 def copies(ptx: str) -> list[str]:
@@ -76,13 +77,13 @@ def copies(ptx: str) -> list[str]:
     return re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?, (0x[0-9a-f]+),", ptx)
 
 
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("channels, outputs, taps", [(64, 64, 3), (256, 64, 1), (512, 2048, 1), (128, 128, 3)])
 def test_products_run_on_int8_tensor_cores(
-    assembly: list[str], channels: int, outputs: int, taps: int, everything: bool, halves: bool
+    assembly: list[str], channels: int, outputs: int, taps: int, everything: bool, centred: bool
 ) -> None:
-    launch(channels=channels, outputs=outputs, taps=taps, everything=everything, halves=halves)
+    launch(channels=channels, outputs=outputs, taps=taps, everything=everything, centred=centred)
     (ptx,) = assembly
     products = set(re.findall(r"wgmma\.mma_async\S*", ptx))
     assert products
@@ -100,7 +101,7 @@ def test_odd_shapes_compile(assembly: list[str], shape: dict[str, int]) -> None:
 
 def test_depthwise_compiles(assembly: list[str]) -> None:
     launch(channels=96, outputs=96, groups=96)
-    launch(channels=33, outputs=33, groups=33, halves=True, everything=False)
+    launch(channels=33, outputs=33, groups=33, centred=True, everything=False)
     assert "ld.global.v4.b32" in assembly[0]
     assert len(assembly) == 2
 
@@ -128,3 +129,24 @@ def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -
     triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
     assert "fma.rn.f64" not in assembly[0]
+
+
+def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None:
+    from bitdial.kernels import triton_switch
+
+    codes, words = torch.zeros(3 * 8192, dtype=torch.int8), torch.zeros(64, dtype=torch.int32)
+    code_blocks, word_blocks = (torch.zeros(3, columns, dtype=torch.int32) for columns in (6, 5))
+    wanted = torch.zeros(2, 6, dtype=torch.int32)
+    triton_switch.switch(codes, codes.clone(), words, words.clone(), code_blocks, word_blocks, wanted)
+    (ptx,) = assembly
+    assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 4  # 2 of codes, 2 of words
+    assert "bar.sync" not in ptx
+    assert ".shared" not in ptx
+
+
+def test_codes_that_are_never_centred_do_not_pay_for_those_that_are(assembly: list[str]) -> None:
+    for centred in (False, True):
+        launch(channels=64, outputs=64, centred=centred)
+    products = [len(re.findall(r"wgmma\.mma_async", ptx)) for ptx in assembly]
+    assert products[1] == 2 * products[0]  # a loop for each kind of integers, or only one

@@ -136,5 +136,6 @@ def test_repack(compiled: dict[str, Compiled]) -> None:
     PackedArena({"fc": torch.zeros(64, 4096, dtype=torch.int8)}, high=8, bit_choices=CHOICES)
     repack = compiled["_repack"]
     assert repack.spilled == repack.shared == 0
+    assert repack.count(r"bar\.sync") == 1  # no warp says what the block holds before all have read what it held
     assert repack.count(r"ld\.global\S*\.v4\.b32") == 8  # the planes of the master, once
     assert repack.count(r"st\.global\S*\.v4\.b32") == sum(range(2, 9))  # those of each width, once

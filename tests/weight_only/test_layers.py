@@ -176,7 +176,7 @@ def test_one_call_switches_the_arena_and_addresses_stay(
 ) -> None:
     packed = live("double_rounding", master=master)
     layers = words_of(packed)
-    arena = layers["first"].dial.arena  # type: ignore[attr-defined]
+    arena = layers["first"].board.arena  # type: ignore[attr-defined]
     addresses = {name: layer.words.data_ptr() for name, layer in layers.items()}
     calls = []
     switch = PackedArena.set_bits
@@ -217,7 +217,7 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
         set_bits(host, setting)
         for name, layer in words_of(device).items():
             assert torch.equal(layer.words, words_of(host)[name].words), (name, setting)
-    arena = words_of(host)["first"].dial.arena  # type: ignore[attr-defined]
+    arena = words_of(host)["first"].board.arena  # type: ignore[attr-defined]
     arena.active.zero_()
     arena._held.zero_()
     arena.repack()

@@ -85,8 +85,9 @@ class FixedPointLinear(FixedPointLayer, LinearShapes, ExactLinear):
 
 
 def _refresh(layer: Any, keys: object) -> None:
-    """After another weight was loaded, the buffers must follow."""
-    layer.refresh()
+    """After another weight was loaded, the buffers must follow; a code-exact copy has none."""
+    if isinstance(layer, FixedPointLayer):
+        layer.refresh()
 
 
 def serves_float(layer: nn.Module) -> bool:

@@ -1,9 +1,8 @@
 """Layers and norms whose operands lie ready for the integer kernels, at fixed addresses, and follow the dial.
 
 A width changes the contents of these tensors and nothing else, so a recorded CUDA graph runs at the width that is set
-when it is replayed. There is one exception: centred codes (`nested`, `dorefa`) stand for 2 * code + 1, which fits int8
-below 8 bits and is stored so; at 8 bits another variant of the kernel runs, so a graph recorded at 8 bits of such a
-layer serves only 8 bits, and one recorded below only widths below.
+when it is replayed. The operands of norms, and of layers whose codes can be narrowed, are on the model's switchboard,
+which changes all of them at once. Layers that round a float weight at each width write theirs one by one.
 """
 
 from typing import Any, cast
@@ -23,16 +22,28 @@ from bitdial.exact import (
     norm_lines,
 )
 from bitdial.integer.float_layers import FixedPointConv2d, FixedPointLayer, FixedPointLinear, serves_float
+from bitdial.integer.operands import (
+    Tables,
+    act_tables,
+    is_centred,
+    needs_halves,
+    pair_tables,
+    quantizer,
+    weight_operand,
+)
 from bitdial.integer.shapes import ConvShapes, KernelLayer, LinearShapes, padding_of
-from bitdial.kernels.integer import QUANTIZER_NUMBERS, STORED_SHIFT, Outputs, integer_conv2d, integer_finish
+from bitdial.integer.switchboard import BoardPart, Codes, Switchboard
+from bitdial.kernels.codes import SECOND
+from bitdial.kernels.integer import Outputs, integer_conv2d, integer_finish
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
+from bitdial.plan import SWITCHBOARD
 
 
-class IntegerLayer(KernelLayer, ExactLayer):
+class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
     """What IntegerConv2d and IntegerLinear share. Abstract.
 
-    Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`;
-    see `bitdial.kernels.integer`.
+    Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`,
+    `halves` (None for codes that are never centred at 8 bits); see `bitdial.kernels.integer`.
     """
 
     integers: Tensor
@@ -40,45 +51,61 @@ class IntegerLayer(KernelLayer, ExactLayer):
     correction: Tensor
     factor: Tensor
     quantizer: Tensor
-    halves: bool
+    halves: Tensor | None
 
     def allocate(self) -> None:
-        """Make the buffers, and fill them for the selected widths."""
-        device, scale = self.stored.device, self.weight_scale
-        shape = self.filters(self.stored).shape
-        buffers = {
-            "integers": torch.empty(shape, dtype=torch.int8, device=device),
-            "pad": torch.empty(shape[3], dtype=torch.int8, device=device),
-            "correction": torch.empty(shape[0], dtype=torch.int32, device=device),
-            "factor": torch.empty(shape[0], dtype=torch.float32, device=device),
-            "quantizer": torch.empty(QUANTIZER_NUMBERS, dtype=torch.float32, device=device),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
-        self.active = torch.empty(0, dtype=scale.dtype, device=device)  # the float weight is not used
-        self.select_bits(self.weight_bits, self.act_bits)
+        """Give up the float weight; make the buffers, unless a switchboard has them, and fill them."""
+        self.active = torch.empty(0, dtype=self.weight_scale.dtype, device=self.stored.device)
+        self.register_buffer("halves", None, persistent=False)
+        if self.board is None:
+            integers, tables = self._operands()
+            for name, operand in {"integers": integers.contiguous(), **tables}.items():
+                self.register_buffer(name, operand, persistent=False)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
-        """Narrow the stored codes to `weight_bits` and write the kernels' operands, in place."""
-        super().select_bits(weight_bits, act_bits)
-        codes, step = self.weight_codes(weight_bits)
-        filters = self.filters(codes)
-        sums = filters.flatten(1).sum(dim=1, dtype=torch.int32)
-        centred = bf.scheme_of(self.scheme).offset != 0
-        self.halves = centred and weight_bits == 8
-        if centred:
-            sums, step = 2 * sums + filters[0].numel(), step / 2
-            filters = filters if self.halves else 2 * filters + 1
-        self.integers.copy_(filters)
-        scale, zero_point = self.act_parameters()
-        signed = self.act_kind == "signed"
-        zero = torch.zeros_like(scale) if zero_point is None else bf.integer_zero_point(zero_point, act_bits)
-        shift = torch.full_like(scale, 0 if signed else STORED_SHIFT)
-        self.pad.copy_(zero - shift)
-        self.correction.copy_((shift - zero).int() * sums)
-        self.factor.copy_(scale * step)
-        limits = torch.cat([torch.full_like(scale, bound) for bound in bf.code_range(act_bits, signed=signed)])
-        self.quantizer.copy_(torch.cat([scale, zero, limits, shift]))
+        """Bring the kernels' operands to these widths, in place."""
+        vars(self).update(weight_bits=weight_bits, act_bits=act_bits)  # setting attributes of modules takes far longer
+        if self.board is not None:
+            self.board.select(self)
+        else:
+            integers, tables = self._operands()
+            for name, operand in {"integers": integers, **tables}.items():
+                getattr(self, name).copy_(operand)
+
+    def refresh(self) -> None:
+        if self.board is not None:
+            self.board.reload(self)
+        else:
+            super().refresh()
+
+    def _operands(self) -> tuple[Tensor, Tables]:
+        """The integers, and the other operands, at the selected widths."""
+        integers, sums, step = weight_operand(self, self.weight_bits)
+        acts = quantizer(self, self.act_bits)[None]
+        halves = [self.weight_bits == 8] if needs_halves(self) else None
+        tables = {**pair_tables(sums[None], step[None], acts, halves), **act_tables(acts, integers.shape[3])}
+        return integers, {name: table[0].clone() for name, table in tables.items()}
+
+    def tables(self) -> list[Tables]:
+        sums, steps = zip(*(weight_operand(self, bits)[1:] for bits in self.bit_choices), strict=True)
+        acts = torch.stack([quantizer(self, bits) for bits in self.bit_choices])
+        halves = [bits == 8 for bits in self.bit_choices] if needs_halves(self) else None
+        channels = self.filters(self.stored).shape[3]
+        return [pair_tables(torch.stack(sums), torch.stack(steps), acts, halves), act_tables(acts, channels)]
+
+    def wanted(self) -> list[int]:
+        act = self.bit_choices.index(self.act_bits)
+        pair = self.bit_choices.index(self.weight_bits) * len(self.bit_choices) + act
+        return [self.weight_bits, pair, act]
+
+    def codes(self) -> Codes:
+        second = bf.scheme_of(self.scheme).second
+        kind = SECOND[f"nearest {self.ties}" if second == "nearest" else second]
+        return Codes(self.filters(self.stored), self.bit_choices[0], kind, is_centred(self))
+
+    def take_codes(self, stored: Tensor, integers: Tensor) -> None:
+        self.stored = stored
+        self.register_buffer("integers", integers, persistent=False)
 
     def filters(self, codes: Tensor) -> Tensor:
         """`codes` of the weight in the order (K, R, S, C / groups)."""
@@ -99,9 +126,9 @@ class IntegerLayer(KernelLayer, ExactLayer):
     def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]) -> Outputs:
         stride, padding, dilation, groups = moves
         return integer_conv2d(
-            x, self.integers, self.pad, self.correction, self.factor, cast(Tensor | None, self.bias),
+            x, self.integers, self.pad, self.correction, self.factor, self.halves, cast(Tensor | None, self.bias),
             finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
-            list(dilation), groups, self.halves, finish.get("cap"), finish.get("keep", True),
+            list(dilation), groups, finish.get("cap"), finish.get("keep", True),
         )  # fmt: skip
 
 
@@ -112,6 +139,9 @@ class IntegerConv2d(IntegerLayer, ConvShapes, ExactQuantizedConv2d):
 
     def filters(self, codes: Tensor) -> Tensor:
         return codes.permute(0, 2, 3, 1)
+
+    def weight_of(self, filters: Tensor) -> Tensor:
+        return filters.permute(0, 3, 1, 2)
 
     def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
         return self._run(x, other, (self.stride, padding_of(self), self.dilation, self.groups), finish)
@@ -125,6 +155,9 @@ class IntegerLinear(IntegerLayer, LinearShapes, ExactQuantizedLinear):
     def filters(self, codes: Tensor) -> Tensor:
         return codes[:, None, None, :]
 
+    def weight_of(self, filters: Tensor) -> Tensor:
+        return filters[:, 0, 0]
+
     def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
         return self._run(x, other, ((1, 1), (0, 0), (1, 1), 1), finish)
 
@@ -133,6 +166,10 @@ class IntegerNorm(nn.Module):
     """A batch norm as `lines` (2, channels): multiplier and offset of the set in use. Abstract."""
 
     lines: Tensor
+
+    def refresh(self) -> None:
+        """Make the lines anew, in place."""
+        raise NotImplementedError
 
     def normalize(self, x: Tensor) -> Tensor:
         """x * multiplier + offset, each rounded once."""
@@ -143,8 +180,9 @@ class IntegerNorm(nn.Module):
 
 
 def _refresh(norm: Any, keys: object) -> None:
-    """After other statistics were loaded, the lines must follow."""
-    norm.refresh()
+    """After other statistics were loaded, the lines must follow; a code-exact copy has none."""
+    if isinstance(norm, IntegerNorm):
+        norm.refresh()
 
 
 class IntegerBatchNorm(IntegerNorm, ExactBatchNorm):
@@ -158,38 +196,38 @@ class IntegerBatchNorm(IntegerNorm, ExactBatchNorm):
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
-        """Fill `lines` anew, in place."""
         self.lines.copy_(norm_lines(self))
 
     def forward(self, input: Tensor) -> Tensor:
         return self.normalize(input)
 
 
-class IntegerSwitchableNorm(IntegerNorm, SwitchableBatchNorm):
-    """One set of lines for each width, in `table`; `lines` are a copy of those in use."""
+class IntegerSwitchableNorm(BoardPart, IntegerNorm, SwitchableBatchNorm):
+    """One set of lines for each width; `lines` are those in use."""
 
     exact_type: type[SwitchableBatchNorm] = SwitchableBatchNorm
-    table: Tensor
 
     def allocate(self) -> None:
-        """Make the table of all sets, and `lines`."""
-        device = next(self.sets[self.key].buffers()).device
-        table = torch.stack([norm_lines(cast(ExactBatchNorm, norm)) for norm in self.sets.values()]).to(device)
-        self.register_buffer("table", table, persistent=False)
-        self.register_buffer("lines", torch.empty_like(table[0]), persistent=False)
+        """Follow what is loaded; the lines are on the switchboard."""
         self.places = {name: i for i, name in enumerate(self.sets)}
-        self.select_set(self.bits, self.fed_bits)
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
-        """Fill `table` and `lines` anew, in place."""
-        for row, norm in zip(self.table, self.sets.values(), strict=True):
-            row.copy_(norm_lines(cast(ExactBatchNorm, norm)))
-        self.select_set(self.bits, self.fed_bits)
+        assert self.board is not None
+        self.board.reload(self)
 
     def select_set(self, bits: int, fed_bits: int | None = None) -> None:
-        super().select_set(bits, fed_bits)
-        self.lines.copy_(self.table[self.places[self.key]])
+        vars(self).update(bits=bits, fed_bits=bits if fed_bits is None else fed_bits)
+        assert self.board is not None
+        self.board.select(self)
+
+    def tables(self) -> list[Tables]:
+        norms = [cast(ExactBatchNorm, norm) for norm in self.sets.values()]
+        device = cast(Tensor, norms[0].running_mean).device
+        return [{"lines": torch.stack([norm_lines(norm) for norm in norms]).to(device)}]
+
+    def wanted(self) -> list[int]:
+        return [self.places[self.key]]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x)
@@ -214,6 +252,7 @@ def to_integer(model: nn.Module) -> None:
     in_sets = {
         n for module in modules.values() if isinstance(module, SwitchableBatchNorm) for n in module.sets.values()
     }
+    board = Switchboard(model)
     for name, module in modules.items():
         kind = None if module in in_sets else _INTEGER.get(type(module))
         if kind is None or not _can_be(module, kind):
@@ -221,7 +260,13 @@ def to_integer(model: nn.Module) -> None:
         module.__class__ = kind  # the same state, another forward
         made = cast(Any, module)
         made.called = name
+        if isinstance(made, BoardPart):
+            made.board = None
+            if not isinstance(made, IntegerLayer) or bf.scheme_of(made.scheme).narrows:
+                board.add(made)
         made.allocate()
+    board.bind()
+    setattr(model, SWITCHBOARD, board)
 
 
 def _can_be(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ from bitdial.errors import QuantizationError
 from bitdial.exact import code_exact
 from bitdial.integer.graph import fuse
 from bitdial.integer.layers import to_integer
+from bitdial.plan import SWITCHBOARD
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class IntegerModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
+        getattr(self._orig_mod, SWITCHBOARD).follow()  # where operands have been moved
         self._fused = (fuse(self._orig_mod),)  # tensors that it holds itself have moved
         return self
 

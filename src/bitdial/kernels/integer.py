@@ -10,7 +10,7 @@ oneDNN's integer product on the CPU where it is exact, else sums in float64.
 Codes travel as int8, channels last: those of an unsigned kind less 128, those of a signed kind as they are. A quantizer
 is a tensor of QUANTIZER_NUMBERS float32: scale, zero-point, least and largest code, and what is subtracted for storing.
 All that depends on a width is read from tensors, never from arguments, so a recorded CUDA graph follows the dial as
-long as its tensors stay where they are. The exception is `halves`: see `bitdial.integer`.
+long as its tensors stay where they are.
 """
 
 import functools
@@ -54,6 +54,7 @@ def integer_conv2d(
     pad: Tensor,
     correction: Tensor,
     factor: Tensor,
+    halves: Tensor | None,
     bias: Tensor | None,
     norm: Tensor | None,
     other: Tensor | None,
@@ -63,14 +64,14 @@ def integer_conv2d(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    halves: bool,
     cap: float | None,
     keep: bool,
 ) -> Outputs:
     """The convolution of stored codes x (N, C, H, W) with integers weight (K, R, S, C / groups), and what follows.
 
-    The weight integer is `weight`, or 2 * weight + 1 if `halves`. `pad` (C / groups,) holds the stored code of 0,
-    `correction` (K,) is -pad times the sum of the filter's integers, `factor` (K,) float32(act_scale * weight_step).
+    `pad` (C / groups,) holds the stored code of 0, `correction` (K,) is -pad times the sum of the filter's integers,
+    `factor` (K,) float32(act_scale * weight_step). The weight's integer is `weight`; but 2 * weight + 1 while `halves`
+    (1,), int32, is 1 and not 0. None says that it never is.
     Then `bias` (K,), `norm` (2, K): multiplier and offset, `other` (like the output), ReLU up to `cap`, quantizers.
     """
     sizes = output_shape(x, weight, stride, padding, dilation)
@@ -86,7 +87,7 @@ def integer_conv2d(
         geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
         finish = Finish(norm, like(other, sizes), cap, first, second, keep)
         with torch.cuda.device_of(x):
-            outputs = kernels.convolve(x, weight, pad, correction, factor, bias, finish, geometry, halves=halves)
+            outputs = kernels.convolve(x, weight, pad, correction, factor, halves, bias, finish, geometry)
         return filled(outputs, x.device)
     elif x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
         sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
@@ -105,6 +106,7 @@ def _(
     pad: Tensor,
     correction: Tensor,
     factor: Tensor,
+    halves: Tensor | None,
     bias: Tensor | None,
     norm: Tensor | None,
     other: Tensor | None,
@@ -114,7 +116,6 @@ def _(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    halves: bool,
     cap: float | None,
     keep: bool,
 ) -> Outputs:
@@ -245,11 +246,11 @@ def float64_sums(
     padding: list[int],
     dilation: list[int],
     groups: int,
-    halves: bool,
+    halves: Tensor | None,
 ) -> Tensor:
     """The reference: whole numbers in float64, exact below 2^53."""
     integers = weight.permute(0, 3, 1, 2).double()
-    integers = integers * 2 + 1 if halves else integers
+    integers = integers if halves is None else integers * (1 + halves) + halves
     with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
         return F.conv2d(x.double() - pad[0].double(), integers, None, stride, padding, dilation, groups)
 
@@ -262,7 +263,7 @@ def _int_mm_sums(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-    halves: bool,
+    halves: Tensor | None,
 ) -> Tensor:
     """int32 sums by one integer product over the windows, laid out as a matrix."""
     n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
@@ -276,7 +277,7 @@ def _int_mm_sums(
         (by_image, by_row * stride[0], by_column * stride[1], by_row * dilation[0], by_column * dilation[1], 1),
     ).reshape(n * oh * ow, r * s * c)
     sums = torch._int_mm(windows, weight.reshape(k, -1).t())
-    if halves:
+    if halves is not None and bool(halves):
         sums.mul_(2).add_(windows.sum(dim=1, keepdim=True, dtype=torch.int32))
     return sums.add_(correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
 

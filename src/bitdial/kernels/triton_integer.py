@@ -8,7 +8,9 @@ there are fewer, as in an image, a whole row of the filter is one tap: its pixel
 
 Codes are stored as int8: those of an unsigned kind less 128. With x the stored code and pad the stored code of 0, a
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
-Weights that are 2 * w + 1 and do not fit int8 (`halves`: centred codes of 8 bits) take 2 * sum(x * w) + sum(x).
+Weights that are 2 * w + 1 and do not fit int8 (centred codes of 8 bits) take 2 * sum(x * w) + sum(x). Whether they do
+is a number in memory, `halves`, which the kernel reads: a recorded graph follows the dial. It chooses between two
+loops, so that other widths do not pay for it; where there is no such number, there is one loop.
 
 What follows the sums is in `triton_finish`.
 """
@@ -93,6 +95,60 @@ def _halves(tile):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _sums(  # type: ignore[no-untyped-def]
+    x_ptr,
+    w_ptr,
+    pad_ptr,
+    window,
+    top,
+    left,
+    filter_at,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    CG: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RUN: tl.constexpr,
+    TAPS: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """Sums (pixels, output channels) over the windows, whose corners lie at `window`; of 2 * w + 1 if HALVES."""
+    CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
+    EVEN: tl.constexpr = RUN % BLOCK_C == 0
+    sums = tl.zeros((window.shape[0], filter_at.shape[0]), dtype=tl.int32)
+    totals = tl.zeros((window.shape[0],), dtype=tl.int32)
+    for step in range(STEPS):
+        tap = step // CHUNKS
+        c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
+        down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
+        at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
+        if PADDED:
+            row, column = top + down, left + along
+            inside = ((row >= 0) & (row < H))[:, None]
+            if ROWS:
+                places = (column * C)[:, None] + c[None, :]
+                at = tl.where(inside & (places >= 0) & (places < W * C), at, pad_ptr + c[None, :] % CG)
+            else:
+                at = tl.where(inside & ((column >= 0) & (column < W))[:, None], at, pad_ptr + c[None, :])
+        if EVEN:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=(c < RUN)[None, :], other=0)
+        w = _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
+        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+        if HALVES:
+            totals += tl.sum(x.to(tl.int32), axis=1)
+    if HALVES:
+        sums = 2 * sums + totals[:, None]
+    return sums
+
+
+@triton.jit
 def _finish_sums(  # type: ignore[no-untyped-def]
     sums,
     p,
@@ -129,6 +185,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     pad_ptr,
     correction_ptr,
     factor_ptr,
+    halves_ptr,
     bias_ptr,
     norm_ptr,
     other_ptr,
@@ -153,7 +210,6 @@ def _convolve(  # type: ignore[no-untyped-def]
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     GROUPS: tl.constexpr,
-    HALVES: tl.constexpr,
     CAP: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -169,7 +225,6 @@ def _convolve(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr = 1 if ROWS else S
     CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
     ACROSS: tl.constexpr = (KG + BLOCK_K - 1) // BLOCK_K
-    EVEN: tl.constexpr = RUN % BLOCK_C == 0
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
     # Neighbours share the pixels and differ in the output channels: the pixels are the larger operand.
     group = tl.program_id(1)
@@ -182,31 +237,16 @@ def _convolve(  # type: ignore[no-untyped-def]
     top = q // OW % OH * STRIDE_H - PAD_H
     left = q % OW * STRIDE_W - PAD_W
     window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
-    sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
-    totals = tl.zeros((BLOCK_P,), dtype=tl.int32)
-    for step in range(R * TAPS * CHUNKS):
-        tap = step // CHUNKS
-        c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
-        down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
-        at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
-        if PADDED:
-            row, column = top + down, left + along
-            inside = ((row >= 0) & (row < H))[:, None]
-            if ROWS:
-                places = (column * C)[:, None] + c[None, :]
-                at = tl.where(inside & (places >= 0) & (places < W * C), at, pad_ptr + c[None, :] % CG)
-            else:
-                at = tl.where(inside & ((column >= 0) & (column < W))[:, None], at, pad_ptr + c[None, :])
-        if EVEN:
-            x = tl.load(at)
-        else:
-            x = tl.load(at, mask=(c < RUN)[None, :], other=0)
-        w = _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
-        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-        if HALVES:
-            totals += tl.sum(x.to(tl.int32), axis=1)
-    if HALVES:
-        sums = 2 * sums + totals[:, None]
+    if (0 if halves_ptr is None else tl.load(halves_ptr)) != 0:
+        sums = _sums(
+            x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
+            TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
+        )  # fmt: skip
+    else:
+        sums = _sums(
+            x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
+            TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
+        )  # fmt: skip
     # The rest goes slice by slice, so that its operands need not all be in registers at once.
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
     outs = (value_ptr, codes_ptr, more_ptr)
@@ -235,6 +275,7 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
     pad_ptr,
     correction_ptr,
     factor_ptr,
+    halves_ptr,
     bias_ptr,
     norm_ptr,
     other_ptr,
@@ -257,7 +298,6 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
     PAD_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
-    HALVES: tl.constexpr,
     CAP: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -272,6 +312,7 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
     top = p // OW % OH * STRIDE_H - PAD_H
     left = p % OW * STRIDE_W - PAD_W
     pad = tl.load(pad_ptr)
+    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
     sums = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.int32)
     for r in tl.static_range(R):
         for s in tl.static_range(S):
@@ -280,9 +321,7 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             at = ((image * H + row) * W + column)[:, None] * C + c[None, :]
             x = tl.load(x_ptr + at, mask=live & inside[:, None], other=pad).to(tl.int32)
             w = _weights(w_ptr, c * (R * S) + (r * S + s), c < C, False).to(tl.int32)
-            if HALVES:
-                w = 2 * w + 1
-            sums += x * w[None, :]
+            sums += x * (w * (1 + halves) + halves)[None, :]  # w or 2 * w + 1
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
     start = tl.program_id(1) * BLOCK_C
     _finish_sums(sums, p, p < pixels, 0, start, ends, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
@@ -322,11 +361,11 @@ def convolve(
     pad: Tensor,
     correction: Tensor,
     factor: Tensor,
+    halves: Tensor | None,
     bias: Tensor | None,
     finish: Finish,
     geometry: Geometry,
     *,
-    halves: bool,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Value and codes after a convolution of x (N, C, H, W), channels last, with weight (K, R, S, C / groups)."""
@@ -334,9 +373,9 @@ def convolve(
     pixels = x.shape[0] * g.out_height * g.out_width
     shape = (x.shape[0], g.out_channels, g.out_height, g.out_width)
     outputs = outputs_for(shape, x.device, finish)
-    operands = (x, weight, pad, correction, factor, bias, *finish_operands(finish), *outputs, pixels)
+    operands = (x, weight, pad, correction, factor, halves, bias, *finish_operands(finish), *outputs, pixels)
     moves = (*g.stride, *g.padding, *g.dilation)
-    constants = {"HALVES": halves, **ending(finish.cap)}
+    constants = ending(finish.cap)
     if g.is_depthwise:
         tiles = tiles or default_depthwise_tiles(g)
         _convolve_depthwise[(triton.cdiv(pixels, tiles.pixels), triton.cdiv(g.channels, tiles.outputs))](

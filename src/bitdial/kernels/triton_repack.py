@@ -52,6 +52,7 @@ def _repack(  # type: ignore[no-untyped-def]
                     code = _narrow(cells, slot, RANGES[len(RANGES) - 1][2], HIGH, width, SECOND)
                     codes = followed_by(codes, code)
                 _store_fields(active, at, count, codes, FIELDS, width)
+        tl.debug_barrier()  # every warp has read what the block holds
         tl.store(held_ptr + block, bits)
 
 

@@ -49,12 +49,16 @@ class PackedLayer(nn.Module):
         self.register_buffer("active", torch.empty(stored.shape, dtype=weight_scale.dtype), persistent=False)
         self.weight_bits = self.act_bits = bit_choices[0]
         self.select_bits(bit_choices[0], bit_choices[0])
-        self.register_load_state_dict_post_hook(_select_again)
+        self.register_load_state_dict_post_hook(_refresh)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Narrow the stored codes to `weight_bits` into `active`, in place."""
         self.active.copy_(bf.dequantize(*self.weight_codes(weight_bits), scheme=self.scheme))
         self.weight_bits, self.act_bits = weight_bits, act_bits
+
+    def refresh(self) -> None:
+        """Bring what is made from the stored codes up to date after these have changed."""
+        self.select_bits(self.weight_bits, self.act_bits)
 
     def weight_codes(self, bits: int) -> tuple[Tensor, Tensor]:
         """Integer codes (int8) at `bits` and the scale (channels,) of one step between them."""
@@ -65,10 +69,10 @@ class PackedLayer(nn.Module):
         codes = bf.narrow(self.stored, high=high, low=bits, scheme=self.scheme, ties=self.ties)
         return codes, self.weight_scale[0] * 2.0 ** (high - bits)
 
-    def act_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero-point (1,) of the activations at the selected width."""
+    def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero-point (1,) of the activations at `bits`, or at the selected width."""
         assert self.act_scale is not None
-        i = self.bit_choices.index(self.act_bits)
+        i = self.bit_choices.index(self.act_bits if bits is None else bits)
         zero_point = self.act_zero_point
         scale = self.act_scale[i : i + 1]
         return scale, None if zero_point is None else zero_point[i : i + 1].to(scale.dtype)
@@ -100,9 +104,9 @@ class PackedLayer(nn.Module):
         return f"{super().extra_repr()}, {self.scheme}, w{self.weight_bits}a{self.act_bits}"
 
 
-def _select_again(layer: PackedLayer, keys: object) -> None:
-    """After other codes were loaded into a layer, `active` must follow."""
-    layer.select_bits(layer.weight_bits, layer.act_bits)
+def _refresh(layer: PackedLayer, keys: object) -> None:
+    """After other codes were loaded into a layer, what is made from them must follow."""
+    layer.refresh()
 
 
 class PackedConv2d(PackedLayer, nn.Conv2d):

@@ -11,7 +11,7 @@ from bitdial.artifact import Artifact
 from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.host_arena import HostArena
 from bitdial.kernels.layouts import nested_fields, pack_words
-from bitdial.weight_only.layers import ArenaDial, ArenaLinear, NestedLinear
+from bitdial.weight_only.layers import ArenaBoard, ArenaLinear, NestedLinear
 
 ARENAS: dict[str, type[PackedArena]] = {"device": PackedArena, "host": HostArena}
 
@@ -36,10 +36,10 @@ def packed_linears(
         high=artifact.bit_choices[0], bit_choices=bit_choices, scheme=artifact.scheme, ties=artifact.manifest["ties"],
         device=device,
     )  # fmt: skip
-    dial = ArenaDial(arena)
+    board = ArenaBoard(arena)
     return {
         layer: ArenaLinear(
-            cast(nn.Linear, layer), dial, name=name, scale=_row_scale(artifact, name, device), high=arena.high,
+            cast(nn.Linear, layer), board, name=name, scale=_row_scale(artifact, name, device), high=arena.high,
             bit_choices=arena.bit_choices, scheme=arena.scheme,
         )
         for name, layer in layers.items()

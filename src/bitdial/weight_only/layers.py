@@ -6,7 +6,8 @@ numbers of a model on float kernels, slowly. NaN and infinity pass through, as i
 them, since that would wait for the device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -18,6 +19,7 @@ from bitdial.errors import QuantizationError
 from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.layouts import packed_fields, unpack_words
 from bitdial.kernels.packed import DTYPES, packed_linear
+from bitdial.plan import SWITCHBOARD, DialledLayer, FollowingNorm
 
 
 class WordsLinear(nn.Linear):
@@ -89,16 +91,43 @@ class NestedLinear(WordsLinear):
         self.weight_bits, self.act_bits = weight_bits, act_bits
 
 
-class ArenaDial:
-    """The one dial of the layers in an arena: their widths change by one call of `PackedArena.set_bits`."""
+class ArenaBoard:
+    """The switchboard of a model whose layers lie in an arena: all change by one call of `PackedArena.set_bits`."""
 
     def __init__(self, arena: PackedArena):
         self.arena = arena
+        self.layers: dict[str, DialledLayer] = {}
+        self.norms: dict[str, FollowingNorm] = {}
+        self._pending: dict[ArenaLinear, tuple[int, int]] = {}
+        self._collecting = False
 
-    def turn(self, selection: Mapping["ArenaLinear", tuple[int, int]]) -> None:
-        """Switch the arena, and let the layers take their new words."""
-        self.arena.set_bits({layer.name: pair[0] for layer, pair in selection.items()})
-        for layer, (weight_bits, act_bits) in selection.items():
+    def serve(self, model: nn.Module) -> None:
+        """Be what `set_bits` switches `model` by."""
+        modules = dict(model.named_modules())
+        self.layers = {n: m for n, m in modules.items() if hasattr(m, "select_bits")}
+        self.norms = {n: m for n, m in modules.items() if hasattr(m, "select_set")}
+        setattr(model, SWITCHBOARD, self)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block in which selections are collected; at its end they take effect, all in one launch."""
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            self._switch()
+
+    def select(self, layer: "ArenaLinear", weight_bits: int, act_bits: int) -> None:
+        """Switch `layer` now, or at the end of the block."""
+        self._pending[layer] = weight_bits, act_bits
+        if not self._collecting:
+            self._switch()
+
+    def _switch(self) -> None:
+        chosen, self._pending = self._pending, {}
+        self.arena.set_bits({layer.name: pair[0] for layer, pair in chosen.items()})
+        for layer, (weight_bits, act_bits) in chosen.items():
             layer.weight_bits, layer.act_bits = weight_bits, act_bits
             layer.take_words()
 
@@ -109,22 +138,22 @@ class ArenaLinear(WordsLinear):
     The words are part of no state_dict: the artifact is the form in which a model is kept.
     """
 
-    def __init__(self, linear: nn.Linear, dial: ArenaDial, **parts: Any):
+    def __init__(self, linear: nn.Linear, board: ArenaBoard, **parts: Any):
         super().__init__(linear, **parts)
-        self.dial = dial
+        self.board = board
         self.take_words()
 
     def take_words(self) -> None:
         """Use the words that the arena has for this layer now."""
-        self.words, self.fields = self.dial.arena.words(self.name), packed_fields(self.weight_bits)
+        self.words, self.fields = self.board.arena.words(self.name), packed_fields(self.weight_bits)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
-        """Switch this layer alone."""
-        self.dial.turn({self: (weight_bits, act_bits)})
+        """Switch this layer, alone or with the others of the board's block."""
+        self.board.select(self, weight_bits, act_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.dial.arena.move(self.scale.device)
+        self.board.arena.move(self.scale.device)
         self.take_words()
         return self
 

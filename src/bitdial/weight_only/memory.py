@@ -18,7 +18,7 @@ def resident_bytes(model: nn.Module) -> dict[str, int]:
     tables. Where one buffer serves every width it counts as `active`.
     """
     layers = list(unwrap(model).modules())
-    arenas = list({id(m.dial): m.dial.arena for m in layers if isinstance(m, ArenaLinear)}.values())
+    arenas = list({id(m.board): m.board.arena for m in layers if isinstance(m, ArenaLinear)}.values())
     plain = [m for m in layers if isinstance(m, PackedLayer)]
     on_host = [a for a in arenas if "master" not in a.on_device]
     parts = {
