@@ -7,7 +7,7 @@
 `nested` reads one buffer at every width. `packed` has a buffer for each width, as double_rounding does after a switch.
 Each contender has so many copies of its weight that one round over them reads more than 256 MB, so no cache helps;
 a round is one CUDA graph; contenders alternate, and times are medians over rounds. The floor is the time in which a
-large device copy, measured in the same run, moves as many bytes as the layer must read and write: the weight's bits,
+kernel that copies, measured in the same run, moves as many bytes as the layer must read and write: the weight's bits,
 scales, tokens and outputs. Every output is compared with a float32 product before it is timed; other libraries round
 weights by their own rules, so theirs are held to 30 %.
 """
@@ -334,7 +334,7 @@ def main() -> None:
             f"Left out, as they are not here or need a GPU: {', '.join(missing)}; linear_peers.py says how to get them"
         )
     bench = Bench(options, device)
-    print(f"A device copy moves {bench.speed / 1e6:.2f} TB/s", flush=True)
+    print(f"A copying kernel moves {bench.speed / 1e6:.2f} TB/s", flush=True)
     about = {"copy_tb_s": round(bench.speed / 1e6, 3), "left_out": missing}
     cases = itertools.product(shapes, tokens)
     if options.sweep:

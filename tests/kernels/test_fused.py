@@ -260,8 +260,8 @@ class Awkward(nn.Module):
 
 
 NETWORKS = {
-    "resnet": lambda: build_model("cifar_resnet", blocks=1, width=16),
-    "bottlenecks": lambda: nn.Sequential(Bottleneck(32, 16), Bottleneck(64, 16), Bottleneck(64, 16)),
+    "resnet": lambda: build_model("cifar_resnet", blocks=1, width=8),
+    "bottlenecks": lambda: nn.Sequential(Bottleneck(16, 8), Bottleneck(32, 8), Bottleneck(32, 8)),
     "mobilenet": lambda: build_model("mobilenet_v2", num_classes=5, width_mult=0.25, dropout=0.0).features[:5],
     "awkward": Awkward,
 }
@@ -280,7 +280,7 @@ NETWORKS = {
 def test_a_network_trains_the_same(name: str, scheme: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     network = NETWORKS[name]().to(DEVICE, memory_format=LAST)
-    x = normal(2, 32, 5, 5, seed=13) if name == "bottlenecks" else normal(2, 3, 8, 8, seed=13)
+    x = normal(2, 16, 5, 5, seed=13) if name == "bottlenecks" else normal(2, 3, 8, 8, seed=13)
     config = QuantConfig(scheme=scheme, bit_choices=(8, 4), activations=activations)
     model = prepare(network, config, x).train()
     twin = copy.deepcopy(model)

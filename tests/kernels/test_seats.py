@@ -49,10 +49,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.second, self.second_norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.third, self.third_norm = nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.BatchNorm2d(8)
-        self.hidden, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.first, self.first_norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.second, self.second_norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.third, self.third_norm = nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.BatchNorm2d(4)
+        self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first_norm(self.first(x)))
@@ -208,6 +208,6 @@ def test_where_seats_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
 def test_norms_that_seats_do_not_serve(changes: dict[str, Any]) -> None:
     """A count of batches that all sets shared would make averages over all batches wrong."""
     net = Net()
-    net.third_norm = nn.BatchNorm2d(8, **changes)
+    net.third_norm = nn.BatchNorm2d(4, **changes)
     model = prepare(net, QuantConfig(bit_choices=BITS), images(0)[0].cpu())
     assert "a norm has" in str(why_not(model, FastModel(model, fused=True), TrainConfig(sampling="random")))

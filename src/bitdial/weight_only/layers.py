@@ -6,6 +6,7 @@ numbers of a model on float kernels, slowly. NaN and infinity pass through, as i
 them, since that would wait for the device.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -100,6 +101,12 @@ class ArenaBoard:
         self.norms: dict[str, FollowingNorm] = {}
         self._pending: dict[ArenaLinear, tuple[int, int]] = {}
         self._collecting = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ArenaBoard":
+        """A board with an arena of its own, which is there before the layers that take their words from it."""
+        new = memo[id(self)] = ArenaBoard(copy.deepcopy(self.arena, memo))
+        new.layers, new.norms = copy.deepcopy((self.layers, self.norms), memo)
+        return new
 
     def serve(self, model: nn.Module) -> None:
         """Be what `set_bits` switches `model` by."""
