@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -23,7 +25,7 @@ def conv(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def run(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
     pytest.importorskip("triton")
     out = tmp_path / "rows.json"
-    command = [sys.executable, str(FOLDER / script), "--tiny", "--rounds", "1", "--device", "cpu", "--out", str(out)]
+    command = [sys.executable, str(FOLDER / script), "--tiny", "--rounds", "1", "--device", DEVICE, "--out", str(out)]
     subprocess.run([*command, *options], check=True, timeout=300)
     return json.loads(out.read_text())
 
@@ -31,7 +33,7 @@ def run(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_convolutions(tmp_path: Path) -> None:
     record = run(tmp_path, "conv.py", "--linear", "4", "8", "40")
-    assert record["command"] == "python benchmarks/conv.py --tiny --rounds 1 --device cpu --linear 4 8 40"
+    assert record["command"] == f"python benchmarks/conv.py --tiny --rounds 1 --device {DEVICE} --linear 4 8 40"
     rows = {row["kernel"]: row for row in record["rows"]}
     ours = {"integer", "integer centred", "integer halves"}
     assert set(rows) == {"bf16", *ours}
@@ -55,7 +57,7 @@ def test_networks(tmp_path: Path) -> None:
         (row["kernel"], row.get("weight_bits"), row.get("first_and_last"), row.get("exact")) for row in record["rows"]
     ]
     inner = [("integer", bits, kind, True) for bits in (8, 3) for kind in ("float", "quantised")]
-    assert found == [("fp32 eager", None, None, None), *inner]
+    assert found == [("bf16 eager" if DEVICE == "cuda" else "fp32 eager", None, None, None), *inner]
 
 
 def test_layers_of_resnet50_and_their_mean(conv: ModuleType) -> None:
