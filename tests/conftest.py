@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # Processes that tests start see this tree too, installed or not.
 SOURCE = str(Path(__file__).resolve().parent.parent / "src")
@@ -28,3 +30,13 @@ def run_under_the_interpreter() -> Callable[[str], None]:
         assert " passed" in done.stdout
 
     return run
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without what was compiled before, and nothing left behind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # on a GPU this imports modules of torch that warn
+        torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

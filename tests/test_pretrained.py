@@ -124,16 +124,15 @@ def test_a_model_in_16_bits_generates_and_switches(tmp_path: Path, scheme: str) 
         assert view.generate(input_ids=IDS, max_new_tokens=2).shape[1] > IDS.shape[1]
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_decoders_follow_the_dial(made: Path) -> None:
     live = load_pretrained(made, kernels="packed", dtype=torch.float16)
-    torch._dynamo.reset()
     compiled = torch.compile(live.model.layers[1].mlp, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1)).half()
     for bits in (8, 2):
         set_bits(live, bits)
         with torch.no_grad():
             assert torch.equal(compiled(x), live.model.layers[1].mlp(x))
-    torch._dynamo.reset()
 
 
 def test_other_architectures(tmp_path: Path) -> None:

@@ -257,14 +257,13 @@ def test_copies_and_conversions(live: Callable[..., nn.Module], tokens: Tensor, 
 
 
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_models_follow_the_dial(live: Callable[..., nn.Module], tokens: Tensor, scheme: str) -> None:
     packed = live(scheme, dtype=torch.float16)
-    torch._dynamo.reset()
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
     for setting in (8, 2, MIXED, 4):
         set_bits(compiled, setting)
         assert torch.equal(run(compiled, tokens), run(packed, tokens)), setting
-    torch._dynamo.reset()
 
 
 # --- what load makes of its arguments -------------------------------------------------------------
