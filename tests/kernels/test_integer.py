@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitdial.kernels import integer
+from bitdial.kernels import integer, integer_sums
 from bitdial.kernels.integer import integer_conv2d, integer_finish
+from bitdial.kernels.integer_sums import qconv_is_exact as real_qconv_is_exact
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -297,6 +298,69 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(integer_finish, (x, None, None, None, None, None, True))
 
 
+# --- the CPU's sums ---------------------------------------------------------------------------------
+
+on_the_cpu = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="about the CPU's own path")
+
+
+@on_the_cpu
+@pytest.mark.parametrize("trusted", ["neither", "int_mm", "qconv"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_every_way_to_sum(name: str, trusted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for way in ("int_mm", "qconv"):
+        monkeypatch.setattr(integer_sums, f"{way}_is_exact", lambda way=way: way == trusted)
+    if trusted == "qconv" and not real_qconv_is_exact():
+        pytest.skip("this processor's convolution is not exact")
+    for halves in (None, True):
+        check(make_case(GEOMETRIES[name], FINISHES["all"], kind="asymmetric", bits=8, halves=halves))
+
+
+@on_the_cpu
+def test_a_weight_that_changes_in_place_is_arranged_anew() -> None:
+    case = make_case(GEOMETRIES["3x3"], FINISHES["value"], kind="unsigned", bits=8, halves=None)
+    other = {**case.arguments, "weight": case.arguments["weight"].flip(0)}
+    expected = integer_conv2d(**other)[0]
+    weight = case.arguments["weight"]
+    for _ in range(2):
+        check(case)  # arranged, and found again
+    weight.copy_(other["weight"].clone())
+    assert torch.equal(integer_conv2d(**case.arguments)[0], expected)
+    base = torch.zeros(2 * weight.numel(), dtype=torch.int8)
+    view = base[weight.numel() :].view(weight.shape)
+    assert not integer_conv2d(**{**other, "weight": view})[0].any()
+    base[weight.numel() :] = other["weight"].flatten()  # as a switch does, through the buffer behind the view
+    assert torch.equal(integer_conv2d(**{**other, "weight": view})[0], expected)
+
+
+@on_the_cpu
+def test_weights_without_a_version_are_not_kept() -> None:
+    case = make_case(GEOMETRIES["3x3"], FINISHES["value"], kind="unsigned", bits=8, halves=None)
+    with torch.inference_mode():
+        weight = case.arguments["weight"].clone()
+        assert np.array_equal(integer_conv2d(**{**case.arguments, "weight": weight})[0].numpy(), case.value)
+        weight.zero_()
+        assert not integer_conv2d(**{**case.arguments, "weight": weight})[0].any()
+
+
+@on_the_cpu
+@pytest.mark.parametrize("name", ["3x3", "depth-wise", "linear"])
+def test_the_sums_as_an_operator(name: str) -> None:
+    arguments = make_case(GEOMETRIES[name], FINISHES["value"], kind="signed", bits=4, halves=False).arguments
+    names = ("x", "weight", "pad", "correction", "halves", "stride", "padding", "dilation", "groups")
+    torch.library.opcheck(integer.integer_sums, tuple(arguments[name] for name in names))
+
+
+def test_the_processors_convolution_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integer_sums, "qconv_sums", lambda x, *rest: torch.zeros(1))
+    assert not real_qconv_is_exact.__wrapped__()
+
+    def missing(x: Tensor, *rest: object) -> Tensor:
+        raise AttributeError("qconv2d_pointwise")
+
+    monkeypatch.setattr(integer_sums, "qconv_sums", missing)
+    assert not real_qconv_is_exact.__wrapped__()
+
+
 def test_the_processors_product_is_tried_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     def saturating(a: Tensor, b: Tensor) -> Tensor:
         pairs = a.short()[:, :, None] * b.short()[None]
@@ -304,4 +368,4 @@ def test_the_processors_product_is_tried_before_it_is_trusted(monkeypatch: pytes
         return pairs.sum(dim=1, dtype=torch.int32)
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert not integer.int_mm_is_exact.__wrapped__()
+    assert not integer_sums.int_mm_is_exact.__wrapped__()

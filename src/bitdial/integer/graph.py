@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from bitdial.exact import ExactLayer
 from bitdial.integer.layers import IntegerLayer, IntegerNorm
 from bitdial.integer.shapes import KernelLayer
-from bitdial.kernels.integer import Outputs, integer_finish
+from bitdial.kernels.integer import Outputs, run_finish
 from bitdial.nn import SwitchableBatchNorm
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class ValueCall(Call):
         fits = x.dtype == torch.float32 and (self.norm is None or x.dim() in (2, 4))
         if fits and (other is None or _adds(other, tuple(x.shape))):
             lines = None if self.norm is None else self.norm.lines
-            return integer_finish(x, lines, **self.ending(other))
+            return run_finish(x, lines, **self.ending(other))
         return self.finish_apart(x, other)
 
 

@@ -34,7 +34,7 @@ from bitdial.integer.operands import (
 from bitdial.integer.shapes import ConvShapes, KernelLayer, LinearShapes, padding_of
 from bitdial.integer.switchboard import BoardPart, Codes, Switchboard
 from bitdial.kernels.codes import SECOND
-from bitdial.kernels.integer import Outputs, integer_conv2d, integer_finish
+from bitdial.kernels.integer import Outputs, run_conv2d, run_finish
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.plan import SWITCHBOARD
 
@@ -117,7 +117,7 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
             raise QuantizationError(
                 f"layer {self.called!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
             )
-        return integer_finish(x.float(), None, None, self.quantizer, None, None, False)[1]
+        return run_finish(x.float(), None, None, self.quantizer, None, None, False)[1]
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer at the selected widths."""
@@ -125,7 +125,7 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
 
     def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]) -> Outputs:
         stride, padding, dilation, groups = moves
-        return integer_conv2d(
+        return run_conv2d(
             x, self.integers, self.pad, self.correction, self.factor, self.halves, cast(Tensor | None, self.bias),
             finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
             list(dilation), groups, finish.get("cap"), finish.get("keep", True),
@@ -174,7 +174,7 @@ class IntegerNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """x * multiplier + offset, each rounded once."""
         if x.dim() in (2, 4) and x.dtype == torch.float32:
-            return integer_finish(x, self.lines, None, None, None, None, True)[0]
+            return run_finish(x, self.lines, None, None, None, None, True)[0]
         multiplier, offset = (line.view(1, -1, *(1,) * (x.dim() - 2)) for line in self.lines)
         return x * multiplier + offset
 

@@ -2,10 +2,12 @@
 
     integer_conv2d   a convolution (or linear layer: 1x1) of codes, and what follows it
     integer_finish   what follows a float32 value: norm, addition, ReLU, quantizers
+    integer_sums     the sums of a convolution alone, for compilers on the CPU: there `run_conv2d` and `run_finish` say
+                     the rest in plain PyTorch, of which they make one loop
 
-Both give (value, codes, more): the float32 value if `keep`, and its codes by the quantizers `first` and `second`; what
-was not asked for is empty. Results equal those of `bitdial.exact` bit for bit on every path: Triton kernels on a GPU,
-oneDNN's integer product on the CPU where it is exact, else sums in float64.
+The first two give (value, codes, more): the float32 value if `keep`, and its codes by the quantizers `first` and
+`second`; what was not asked for is empty. Results equal those of `bitdial.exact` bit for bit on every path: Triton
+kernels on a GPU, oneDNN's integer products on the CPU where they are exact, else sums in float64.
 
 Codes travel as int8, channels last: those of an unsigned kind less 128, those of a signed kind as they are. A quantizer
 is a tensor of QUANTIZER_NUMBERS float32: scale, zero-point, least and largest code, and what is subtracted for storing.
@@ -18,9 +20,9 @@ import math
 import os
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from bitdial.kernels.integer_sums import float64_sums, sums_by_torch
 from bitdial.kernels.quantize import _triton_installed
 
 QUANTIZER_NUMBERS = 5
@@ -89,14 +91,9 @@ def integer_conv2d(
         with torch.cuda.device_of(x):
             outputs = kernels.convolve(x, weight, pad, correction, factor, halves, bias, finish, geometry)
         return filled(outputs, x.device)
-    elif x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
-        sums = _int_mm_sums(x, weight, pad, correction, stride, padding, dilation, halves)
     else:
-        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
-    y = channels_last(sums.float()).mul_(factor.view(-1, 1, 1))
-    if bias is not None:
-        y.add_(bias.view(-1, 1, 1))
-    return finish_by_torch(y, norm, other, first, second, cap, keep)
+        sums = sums_by_torch(x, weight, pad, correction, stride, padding, dilation, groups, halves)
+    return scaled_and_finished(channels_last(sums.float()), factor, bias, norm, other, first, second, cap, keep)
 
 
 @integer_conv2d.register_fake
@@ -155,6 +152,88 @@ def _(
     return empty_outputs(list(x.shape), x.device, first, second, keep)
 
 
+@torch.library.custom_op("bitdial::integer_sums", mutates_args=())
+def integer_sums(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    halves: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """The sums of `integer_conv2d` as float32, each rounded once, channels last."""
+    if not x.numel() or weight[0].numel() > MOST_TERMS:
+        return channels_last(float64_sums(x, weight, pad, stride, padding, dilation, groups, halves).float())
+    return sums_by_torch(x, weight, pad, correction, stride, padding, dilation, groups, halves)
+
+
+@integer_sums.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    halves: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    sizes = output_shape(x, weight, stride, padding, dilation)
+    return torch.empty(sizes, dtype=torch.float32, device=x.device, memory_format=torch.channels_last)
+
+
+def run_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    factor: Tensor,
+    halves: Tensor | None,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """`integer_conv2d`, or its parts for a compiler."""
+    moves = (stride, padding, dilation, groups)
+    if _in_parts(x):
+        sums = integer_sums(x, weight, pad, correction, halves, *moves)
+        return scaled_and_finished(sums, factor, bias, norm, other, first, second, cap, keep)
+    return integer_conv2d(
+        x, weight, pad, correction, factor, halves, bias, norm, other, first, second, *moves, cap, keep
+    )
+
+
+def run_finish(
+    x: Tensor,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """`integer_finish`, or its parts for a compiler."""
+    if _in_parts(x):
+        return finish_by_torch(_arranged(x).clone(), norm, other, first, second, cap, keep)
+    return integer_finish(x, norm, other, first, second, cap, keep)
+
+
+def _in_parts(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() and x.device.type == "cpu"
+
+
 # --- shapes and layouts -------------------------------------------------------------------------
 
 
@@ -208,6 +287,24 @@ def empty_outputs(
 # --- what follows a sum, by PyTorch ---------------------------------------------------------------
 
 
+def scaled_and_finished(
+    sums: Tensor,
+    factor: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    other: Tensor | None,
+    first: Tensor | None,
+    second: Tensor | None,
+    cap: float | None,
+    keep: bool,
+) -> Outputs:
+    """What follows the float32 sums, which lie as outputs do and are overwritten, by PyTorch."""
+    y = sums.mul_(factor.view(-1, 1, 1))
+    if bias is not None:
+        y.add_(bias.view(-1, 1, 1))
+    return finish_by_torch(y, norm, other, first, second, cap, keep)
+
+
 def finish_by_torch(
     y: Tensor,
     norm: Tensor | None,
@@ -233,63 +330,3 @@ def _stored_codes(y: Tensor, quantizer: Tensor) -> Tensor:
     """Stored codes (int8) of the float32 y."""
     scale, zero, least, most, shift = quantizer
     return (y / scale).round_().add_(zero).clamp_(least, most).sub_(shift).to(torch.int8)
-
-
-# --- sums, by PyTorch -----------------------------------------------------------------------------
-
-
-def float64_sums(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    halves: Tensor | None,
-) -> Tensor:
-    """The reference: whole numbers in float64, exact below 2^53."""
-    integers = weight.permute(0, 3, 1, 2).double()
-    integers = integers if halves is None else integers * (1 + halves) + halves
-    with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
-        return F.conv2d(x.double() - pad[0].double(), integers, None, stride, padding, dilation, groups)
-
-
-def _int_mm_sums(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    correction: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    halves: Tensor | None,
-) -> Tensor:
-    """int32 sums by one integer product over the windows, laid out as a matrix."""
-    n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
-    k, r, s, c = weight.shape
-    image = x.permute(0, 2, 3, 1).contiguous()
-    if any(padding):
-        image = F.pad(image, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=int(pad[0]))
-    by_image, by_row, by_column, _ = image.stride()
-    windows = image.as_strided(
-        (n, oh, ow, r, s, c),
-        (by_image, by_row * stride[0], by_column * stride[1], by_row * dilation[0], by_column * dilation[1], 1),
-    ).reshape(n * oh * ow, r * s * c)
-    sums = torch._int_mm(windows, weight.reshape(k, -1).t())
-    if halves is not None and bool(halves):
-        sums.mul_(2).add_(windows.sum(dim=1, keepdim=True, dtype=torch.int32))
-    return sums.add_(correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
-
-
-@functools.cache
-def int_mm_is_exact() -> bool:
-    """Whether this CPU's integer product is: instructions before VNNI add pairs of products in 16 bits."""
-    generator = torch.Generator().manual_seed(0)
-    for value in (-128, 127):
-        a = torch.full((32, 128), value, dtype=torch.int8)
-        b = torch.randint(-128, 128, (128, 32), generator=generator, dtype=torch.int8)
-        b[:, :16] = -128
-        if not torch.equal(torch._int_mm(a, b), (a.double() @ b.double()).int()):
-            return False
-    return True

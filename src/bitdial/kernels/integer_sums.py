@@ -1,0 +1,159 @@
+"""Sums of layers on integer codes by PyTorch: oneDNN's integer products on the CPU where exact, else float64."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def sums_by_torch(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    halves: Tensor | None,
+) -> Tensor:
+    """The sums (N, K, OH, OW) in float32, each rounded once, channels last; arguments as for `integer_conv2d`.
+
+    The number of terms must be one whose sums fit int32.
+    """
+    twice = halves is not None and bool(halves)  # the weight stands for 2 * weight + 1
+    if x.device.type == "cpu" and not twice and qconv_is_exact():
+        return qconv_sums(x, weight, pad, stride, padding, dilation, groups)
+    if x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
+        sums = int_mm_sums(x, weight, pad, correction, stride, padding, dilation, twice=twice)
+    else:
+        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
+    return sums.float().contiguous(memory_format=torch.channels_last)
+
+
+def float64_sums(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    halves: Tensor | None,
+) -> Tensor:
+    """The reference: whole numbers in float64, exact below 2^53."""
+    integers = weight.permute(0, 3, 1, 2).double()
+    integers = integers if halves is None else integers * (1 + halves) + halves
+    with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
+        return F.conv2d(x.double() - pad[0].double(), integers, None, stride, padding, dilation, groups)
+
+
+# --- oneDNN's convolution ---------------------------------------------------------------------------
+
+_prepacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (what it was arranged for, how oneDNN wants it)
+
+
+def qconv_sums(
+    x: Tensor, weight: Tensor, pad: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """The sums by oneDNN's convolution of unsigned bytes: codes plus 128, whose zero-point, also around the image, is
+    the code of 0. It is asked for float32 and scales of 1: int32 sums, rounded once.
+    """
+    zero = int(pad[0]) + 128
+    bytes_ = (x ^ -128).view(torch.uint8).contiguous(memory_format=torch.channels_last)
+    scales, zeros = _ones_and_zeros(weight.shape[0])
+    moves = (stride, padding, dilation, groups)
+    return torch.ops.onednn.qconv2d_pointwise(
+        bytes_, 1.0, zero, _arranged(weight, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
+        [], "",
+    )  # fmt: skip
+
+
+def _arranged(
+    weight: Tensor, zero: int, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """`weight` as oneDNN wants it; kept until it changes."""
+    about = (
+        None if weight.is_inference() else weight._version, zero, *stride, *padding, *dilation, groups,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    kept = _prepacked.get(weight)
+    if kept is not None and kept[0] == about and about[0] is not None:
+        return kept[1]
+    filters, scales = weight.permute(0, 3, 1, 2), _ones_and_zeros(weight.shape[0])[0]
+    arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, stride, padding, dilation, groups, None)
+    _prepacked[weight] = about, arranged
+    return arranged
+
+
+@functools.lru_cache(maxsize=64)
+def _ones_and_zeros(count: int) -> tuple[Tensor, Tensor]:
+    return torch.ones(count), torch.zeros(count, dtype=torch.int64)
+
+
+@functools.cache
+def qconv_is_exact() -> bool:
+    """Whether oneDNN's convolution is there and exact: instructions before VNNI add pairs of products in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-128, 128, (32, 3, 3, 64), generator=generator, dtype=torch.int8)
+    weight[:16] = -128
+    moves = ([1, 1], [1, 1], [1, 1])
+    try:
+        for value, zero in ((-128, 127), (127, -128), (127, 5)):
+            x, pad = torch.full((1, 64, 6, 6), value, dtype=torch.int8), torch.tensor([zero], dtype=torch.int8)
+            expected = float64_sums(x, weight, pad, *moves, 1, None).float()
+            if not torch.equal(qconv_sums(x, weight, pad, *moves, 1), expected):
+                return False
+    except (AttributeError, RuntimeError):  # a PyTorch without oneDNN, or of another signature
+        return False
+    return True
+
+
+# --- an integer product over windows ----------------------------------------------------------------
+
+
+def int_mm_sums(
+    x: Tensor,
+    weight: Tensor,
+    pad: Tensor,
+    correction: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    *,
+    twice: bool,
+) -> Tensor:
+    """int32 sums by one integer product over the windows, laid out as a matrix."""
+    n, _, height, width = x.shape
+    k, r, s, c = weight.shape
+    oh, ow = (
+        (size + 2 * padding[i] - dilation[i] * (taps - 1) - 1) // stride[i] + 1
+        for i, (size, taps) in enumerate(((height, r), (width, s)))
+    )
+    image = x.permute(0, 2, 3, 1).contiguous()
+    if any(padding):
+        image = F.pad(image, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=int(pad[0]))
+    by_image, by_row, by_column, _ = image.stride()
+    windows = image.as_strided(
+        (n, oh, ow, r, s, c),
+        (by_image, by_row * stride[0], by_column * stride[1], by_row * dilation[0], by_column * dilation[1], 1),
+    ).reshape(n * oh * ow, r * s * c)
+    sums = torch._int_mm(windows, weight.reshape(k, -1).t())
+    if twice:
+        sums.mul_(2).add_(windows.sum(dim=1, keepdim=True, dtype=torch.int32))
+    return sums.add_(correction).view(n, oh, ow, k).permute(0, 3, 1, 2)
+
+
+@functools.cache
+def int_mm_is_exact() -> bool:
+    """Whether this CPU's integer product is: instructions before VNNI add pairs of products in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    for value in (-128, 127):
+        a = torch.full((32, 128), value, dtype=torch.int8)
+        b = torch.randint(-128, 128, (128, 32), generator=generator, dtype=torch.int8)
+        b[:, :16] = -128
+        if not torch.equal(torch._int_mm(a, b), (a.double() @ b.double()).int()):
+            return False
+    return True
