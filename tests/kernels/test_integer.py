@@ -347,6 +347,7 @@ def test_weights_without_a_version_are_not_kept() -> None:
 def test_the_sums_as_an_operator(name: str) -> None:
     arguments = make_case(GEOMETRIES[name], FINISHES["value"], kind="signed", bits=4, halves=False).arguments
     names = ("x", "weight", "pad", "correction", "halves", "stride", "padding", "dilation", "groups")
+    arguments["x"] = integer_sums.raised(arguments["x"])
     torch.library.opcheck(integer.integer_sums, tuple(arguments[name] for name in names))
 
 

@@ -22,7 +22,7 @@ import os
 import torch
 from torch import Tensor
 
-from bitdial.kernels.integer_sums import float64_sums, sums_by_torch
+from bitdial.kernels.integer_sums import float64_sums, lowered, raised, sums_by_torch
 from bitdial.kernels.quantize import _triton_installed
 
 QUANTIZER_NUMBERS = 5
@@ -77,7 +77,7 @@ def integer_conv2d(
     Then `bias` (K,), `norm` (2, K): multiplier and offset, `other` (like the output), ReLU up to `cap`, quantizers.
     """
     sizes = output_shape(x, weight, stride, padding, dilation)
-    terms, elements = weight[0].numel(), max(x.numel(), math.prod(sizes))
+    terms, elements = math.prod(weight.shape[1:]), max(x.numel(), math.prod(sizes))
     if not elements or not x.numel() or terms > MOST_TERMS or elements >= INDEXABLE:
         sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
     elif missing_on(x.device) is None:
@@ -164,9 +164,9 @@ def integer_sums(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The sums of `integer_conv2d` as float32, each rounded once, channels last."""
-    if not x.numel() or weight[0].numel() > MOST_TERMS:
-        return channels_last(float64_sums(x, weight, pad, stride, padding, dilation, groups, halves).float())
+    """The sums of `integer_conv2d` as float32, each rounded once, channels last; x are raised codes, uint8."""
+    if not x.numel() or math.prod(weight.shape[1:]) > MOST_TERMS:
+        return channels_last(float64_sums(lowered(x), weight, pad, stride, padding, dilation, groups, halves).float())
     return sums_by_torch(x, weight, pad, correction, stride, padding, dilation, groups, halves)
 
 
@@ -208,7 +208,7 @@ def run_conv2d(
     """`integer_conv2d`, or its parts for a compiler."""
     moves = (stride, padding, dilation, groups)
     if _in_parts(x):
-        sums = integer_sums(x, weight, pad, correction, halves, *moves)
+        sums = integer_sums(raised(x), weight, pad, correction, halves, *moves)
         return scaled_and_finished(sums, factor, bias, norm, other, first, second, cap, keep)
     return integer_conv2d(
         x, weight, pad, correction, factor, halves, bias, norm, other, first, second, *moves, cap, keep

@@ -21,16 +21,27 @@ def sums_by_torch(
 ) -> Tensor:
     """The sums (N, K, OH, OW) in float32, each rounded once, channels last; arguments as for `integer_conv2d`.
 
-    The number of terms must be one whose sums fit int32.
+    The codes x may also come `raised`. The number of terms must be one whose sums fit int32.
     """
     twice = halves is not None and bool(halves)  # the weight stands for 2 * weight + 1
     if x.device.type == "cpu" and not twice and qconv_is_exact():
-        return qconv_sums(x, weight, pad, stride, padding, dilation, groups)
+        return qconv_sums(x if x.dtype == torch.uint8 else raised(x), weight, pad, stride, padding, dilation, groups)
+    x = lowered(x) if x.dtype == torch.uint8 else x
     if x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
         sums = int_mm_sums(x, weight, pad, correction, stride, padding, dilation, twice=twice)
     else:
         sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
     return sums.float().contiguous(memory_format=torch.channels_last)
+
+
+def raised(x: Tensor) -> Tensor:
+    """Stored codes plus 128, as unsigned bytes."""
+    return (x ^ -128).view(torch.uint8)
+
+
+def lowered(x: Tensor) -> Tensor:
+    """Stored codes from raised ones."""
+    return x.view(torch.int8) ^ -128
 
 
 def float64_sums(
@@ -58,15 +69,17 @@ _prepacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (what it w
 def qconv_sums(
     x: Tensor, weight: Tensor, pad: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """The sums by oneDNN's convolution of unsigned bytes: codes plus 128, whose zero-point, also around the image, is
-    the code of 0. It is asked for float32 and scales of 1: int32 sums, rounded once.
+    """The sums by oneDNN's convolution of unsigned bytes, here raised codes.
+
+    Their zero-point, also around the image, is the code of 0. It is asked for float32 and scales of 1: int32 sums,
+    rounded once.
     """
     zero = int(pad[0]) + 128
-    bytes_ = (x ^ -128).view(torch.uint8).contiguous(memory_format=torch.channels_last)
+    x = x.contiguous(memory_format=torch.channels_last)
     scales, zeros = _ones_and_zeros(weight.shape[0])
     moves = (stride, padding, dilation, groups)
     return torch.ops.onednn.qconv2d_pointwise(
-        bytes_, 1.0, zero, _arranged(weight, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
+        x, 1.0, zero, _arranged(weight, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
         [], "",
     )  # fmt: skip
 
@@ -104,7 +117,7 @@ def qconv_is_exact() -> bool:
         for value, zero in ((-128, 127), (127, -128), (127, 5)):
             x, pad = torch.full((1, 64, 6, 6), value, dtype=torch.int8), torch.tensor([zero], dtype=torch.int8)
             expected = float64_sums(x, weight, pad, *moves, 1, None).float()
-            if not torch.equal(qconv_sums(x, weight, pad, *moves, 1), expected):
+            if not torch.equal(qconv_sums(raised(x), weight, pad, *moves, 1), expected):
                 return False
     except (AttributeError, RuntimeError):  # a PyTorch without oneDNN, or of another signature
         return False
