@@ -9,6 +9,7 @@ import torch
 import bitdial
 from bitdial.artifact import amend, sizes
 from bitdial.cli import main
+from bitdial.recipes.cifar10 import cifar10_test
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,32 @@ def test_a_recipe_that_is_no_text_is_no_recipe(file, capsys, tmp_path) -> None:
     assert main(["eval", str(odd)]) == 1
     assert "does not say what it was trained on" in capsys.readouterr().err
     assert main(["switch", str(odd), "--bits", "2"]) == 0
+
+
+def test_eval_on_integer_kernels(file, capsys, tmp_path) -> None:
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(0, 10, (40,))
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    command = ["eval", str(file), "--data", str(tmp_path / "data.npz"), "--bits", "2"]
+    assert main([*command, "--kernels", "integer"]) == 0
+    live = bitdial.load(file, kernels="integer")
+    bitdial.set_bits(live, 2)
+    assert f"{100 * bitdial.accuracy(live, [(x, y)]):.2f} %" in capsys.readouterr().out
+    assert main([*command, "--kernels", "packed"]) == 1
+    assert "packed kernels serve no layer of this file" in capsys.readouterr().err
+
+
+def test_eval_on_the_test_images_of_cifar10(capsys, tmp_path) -> None:
+    model, images = bitdial.build_model("cifar_resnet", blocks=1, width=4), torch.randint(0, 256, (8, 3, 32, 32))
+    images, labels = images.to(torch.uint8).numpy(), torch.arange(8).numpy()
+    np.savez(tmp_path / "cifar10.npz", x_test=images, y_test=labels)  # nothing else is read
+    data = cifar10_test(tmp_path, device=torch.device("cpu"))
+    prepared = bitdial.prepare(model, bitdial.QuantConfig(), data[0])
+    bitdial.save(prepared, tmp_path / "model.safetensors", metrics={"recipe": "cifar10-resnet20"})
+    assert main(["eval", str(tmp_path / "model.safetensors"), "--bits", "8", "--data", str(tmp_path)]) == 0
+    expected = bitdial.accuracy(bitdial.load(tmp_path / "model.safetensors"), [data])
+    assert f"{100 * expected:.2f} %" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "model.safetensors")]) == 1
+    assert "the folder with CIFAR-10" in capsys.readouterr().err
 
 
 def test_switch_times_each_width_and_evaluates(file, capsys) -> None:

@@ -18,7 +18,7 @@ def test_data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="DATA",
-        help="a recipe's test set, or an .npz with arrays x and y "
+        help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x and y "
         "(default: the test set of the recipe that made the file)",
     )
 

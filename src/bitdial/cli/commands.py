@@ -21,6 +21,7 @@ from bitdial.cli.tables import bits_text, number, percent, setting_label, show_t
 from bitdial.config import SCALE_GRADIENTS, STARTS
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
+from bitdial.kernel_choice import KERNELS
 from bitdial.plan import BitPlan, LayerBits, set_bits
 from bitdial.recipes import NORM_FORMS, RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="B",
         help="width (4), pair (4:8) or stored plan; repeat for several (default: every width)",
     )
+    _kernels_argument(evaluate)
     test_data_argument(evaluate)
     evaluate.set_defaults(run=_eval)
 
@@ -83,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     switch.add_argument(
         "--bits", type=bits_setting, required=True, metavar="B", help="width (4), pair (4:8) or stored plan"
     )
+    _kernels_argument(switch)
     test_data_argument(switch)
     switch.set_defaults(run=_switch)
 
@@ -93,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("pareto", help="measure many plans, store those that no other beats, and a page")
     )
     return parser
+
+
+def _kernels_argument(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        help="what the model runs on: float kernels, integer sums, or packed words (default: float)",
+    )
 
 
 def _train_command(train: argparse.ArgumentParser) -> None:
@@ -261,7 +272,7 @@ def _train(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live, data = load(artifact), test_data(options.data, artifact)
+    live, data = load(artifact, kernels=options.kernels), test_data(options.data, artifact)
     rows = []
     for setting in options.bits or artifact.bit_choices:
         set_bits(live, _resolve(setting, artifact))
@@ -271,7 +282,7 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _switch(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live = load(artifact)
+    live = load(artifact, kernels=options.kernels)
     target = _resolve(options.bits, artifact)
     rows = []
     for start in artifact.bit_choices:

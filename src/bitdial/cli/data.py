@@ -15,7 +15,7 @@ from bitdial.container import read_json
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.plan import LayerBits
 from bitdial.recipes import INPUT_SHAPES, TEST_DATA
-from bitdial.recipes.cifar10 import Split, cifar10_data
+from bitdial.recipes.cifar10 import Split, cifar10_data, cifar10_test
 from bitdial.recipes.digits import digits_data
 from bitdial.train import accuracy, batched
 
@@ -35,11 +35,13 @@ def test_data(choice: str | None, artifact: Artifact) -> Batches:
         return TEST_DATA[name]()
     if choice is None:
         raise ConfigError(
-            "the file does not say what it was trained on; pass --data with a recipe's name "
-            f"({', '.join(TEST_DATA)}) or an .npz file with arrays x and y"
+            "the file does not say what it was trained on, or not where that is; pass --data with a recipe's name "
+            f"({', '.join(TEST_DATA)}), the folder with CIFAR-10 or an .npz file with arrays x and y"
         )
+    if Path(choice).is_dir():
+        return batched(*cifar10_test(Path(choice), device=torch.device("cpu")))
     if not Path(choice).is_file():
-        raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a file")
+        raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a folder or file")
     return batched(*_npz_data(Path(choice)))
 
 

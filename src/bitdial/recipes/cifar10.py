@@ -29,7 +29,7 @@ def cifar10_data(folder: Path, *, holdout: bool, device: torch.device) -> tuple[
     """
     images, labels = _read(Path(folder), "train")
     if not holdout:
-        return _to_tensors(images, labels, device), _to_tensors(*_read(Path(folder), "test"), device)
+        return _to_tensors(images, labels, device), cifar10_test(folder, device=device)
     if len(images) <= HELD_OUT:
         raise ConfigError(
             f"{folder} holds {len(images)} training images, too few to hold {HELD_OUT} out; "
@@ -37,6 +37,11 @@ def cifar10_data(folder: Path, *, holdout: bool, device: torch.device) -> tuple[
         )
     kept, held = (images[:-HELD_OUT], labels[:-HELD_OUT]), (images[-HELD_OUT:], labels[-HELD_OUT:])
     return _to_tensors(*kept, device), _to_tensors(*held, device)
+
+
+def cifar10_test(folder: Path, *, device: torch.device) -> Split:
+    """Images and labels of the test set, as above."""
+    return _to_tensors(*_read(Path(folder), "test"), device)
 
 
 def _read(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
