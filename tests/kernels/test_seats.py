@@ -105,16 +105,19 @@ def assert_same(separate: dict[str, Tensor], seated: dict[str, Tensor]) -> None:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it is": ({}, {}),
     "transitional norms": ({"transitions": "full"}, {}),
-    "transitions of statistics only": ({"transitions": "statistics"}, {}),
+    "transitions of statistics only, signed": ({"transitions": "statistics", "activations": "signed"}, {}),
     "transitions of statistics only, sgd": ({"transitions": "statistics"}, {"optimizer": "sgd", "weight_decay": 0.1}),
-    "lsq, a scale per width": ({"scheme": "lsq"}, {}),
-    "nested, per tensor": ({"scheme": "nested", "per_channel": False}, {}),
-    "signed": ({"activations": "signed"}, {}),
-    "weight-only": ({"activations": "float"}, {}),
-    "sgd, decayed": ({}, {"optimizer": "sgd", "weight_decay": 0.1}),
-    "adamw, a rate for each channel": ({}, {"optimizer": "adamw", "alrs": "channel"}),
+    "lsq, a scale per width, absolute steps": (
+        {"scheme": "lsq"},
+        {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"},
+    ),
+    "nested, per tensor, adamw, own rates": (
+        {"scheme": "nested", "per_channel": False},
+        {"optimizer": "adamw", "alrs": "channel"},
+    ),
+    "weight-only, sgd, decayed": ({"activations": "float"}, {"optimizer": "sgd", "weight_decay": 0.1}),
+    "a rate for each channel": ({}, {"alrs": "channel"}),
     "frozen scales": ({}, {"learn_scales": False}),
-    "absolute steps": ({}, {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"}),
 }
 
 
