@@ -20,27 +20,16 @@ from bitdial.integer.layers import IntegerLayer, IntegerNorm
 from bitdial.integer.shapes import KernelLayer
 from bitdial.kernels.integer import Outputs, run_finish
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.traced import added, insert_call, module_of, only_user, relu_cap
 
 log = logging.getLogger(__name__)
 
 MOST_READERS = 2
-ADDITIONS = (operator.add, torch.add, "add")
-IN_PLACE_ADDITIONS = (operator.iadd, "add_")
 IN_PLACE_OPERATORS = (
     operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
     operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
     operator.ilshift, operator.irshift, operator.iconcat,
 )  # fmt: skip
-CAPS: dict[Any, float] = {
-    nn.ReLU: math.inf,
-    nn.ReLU6: 6.0,
-    F.relu: math.inf,
-    F.relu6: 6.0,
-    torch.relu: math.inf,
-    torch.relu_: math.inf,
-    "relu": math.inf,
-    "relu_": math.inf,
-}
 
 
 class Call(nn.Module):
@@ -166,15 +155,17 @@ def fuse(model: nn.Module) -> nn.Module:
 
 def _replace_layer(graph: fx.GraphModule, node: fx.Node) -> None:
     """Replace a layer, and what can follow in the same kernel, by a LayerCall, behind a quantizer if it takes codes."""
-    layer, source = _module(graph, node), node.args[0]
+    layer, source = module_of(graph, node), node.args[0]
     assert isinstance(layer, KernelLayer)
     if isinstance(layer, IntegerLayer):
         quantizer = ValueCall()
         quantizer.readers = (layer,)
         with graph.graph.inserting_before(node):  # what the layer reads is what is there now
-            source = graph.graph.call_function(operator.getitem, (_insert(graph, quantizer, (source, None)), 1))
+            source = graph.graph.call_function(
+                operator.getitem, (insert_call(graph, "integer", quantizer, (source, None)), 1)
+            )
     norm, chain = None, [node]
-    user = _only_user(node)
+    user = only_user(node)
     if user is not None and _calls(graph, user, IntegerNorm):
         norm = _norm(graph, user)
         chain.append(user)
@@ -192,11 +183,11 @@ def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:
 def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
     """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
     other = cap = None
-    user = _only_user(chain[-1])
-    if user is not None and (other := _added(chain[-1], user)) is not None:
+    user = only_user(chain[-1])
+    if user is not None and (other := added(chain[-1], user)) is not None:
         chain.append(user)
-        user = _only_user(user)
-    if user is not None and (cap := _cap(graph, user)) is not None:
+        user = only_user(user)
+    if user is not None and (cap := relu_cap(graph, user)) is not None:
         chain.append(user)
     return other, cap
 
@@ -205,7 +196,7 @@ def _put(graph: fx.GraphModule, call: Call, args: tuple[Any, ...], chain: list[f
     """Put `call` in the place of `chain`, where its last node was: what it adds is there by then."""
     last = chain[-1]
     with graph.graph.inserting_before(last):
-        value = graph.graph.call_function(operator.getitem, (_insert(graph, call, args), 0))
+        value = graph.graph.call_function(operator.getitem, (insert_call(graph, "integer", call, args), 0))
     last.replace_all_uses_with(value)
     for node in reversed(chain):
         graph.graph.erase_node(node)
@@ -264,57 +255,29 @@ def _is_quantizer(graph: fx.GraphModule, node: fx.Node) -> bool:
 # --- nodes ----------------------------------------------------------------------------------------
 
 
-def _insert(graph: fx.GraphModule, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
-    name = f"integer_{sum(1 for n in graph._modules if n.startswith('integer_'))}"
-    graph.add_module(name, module)
-    return graph.graph.call_module(name, args)
-
-
 def _calls(graph: fx.GraphModule, node: object, kind: type[nn.Module]) -> bool:
     """Whether `node` calls a module of that kind, with positional arguments only."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or node.kwargs:
         return False
-    return isinstance(_module(graph, node), kind) and (issubclass(kind, Call) or len(node.args) == 1)
-
-
-def _module(graph: fx.GraphModule, node: fx.Node) -> nn.Module:
-    return graph.get_submodule(str(node.target))
+    return isinstance(module_of(graph, node), kind) and (issubclass(kind, Call) or len(node.args) == 1)
 
 
 def _norm(graph: fx.GraphModule, node: fx.Node) -> IntegerNorm:
-    module = _module(graph, node)
+    module = module_of(graph, node)
     assert isinstance(module, IntegerNorm)
     return module
 
 
 def _call(graph: fx.GraphModule, node: fx.Node) -> Call:
-    module = _module(graph, node)
+    module = module_of(graph, node)
     assert isinstance(module, Call)
     return module
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _added(node: fx.Node, user: fx.Node) -> fx.Node | None:
-    """What `user` adds to `node`, None if it is no plain addition of two nodes."""
-    in_place = user.target in IN_PLACE_ADDITIONS and user.args[0] is node
-    if not (in_place or user.target in ADDITIONS) or user.kwargs or len(user.args) != 2:
-        return None
-    others = [argument for argument in user.args if argument is not node]
-    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
-
-
-def _cap(graph: fx.GraphModule, node: fx.Node) -> float | None:
-    """The upper bound of the ReLU that `node` is, None if it is none."""
-    return CAPS.get(type(_module(graph, node)) if node.op == "call_module" else node.target)
 
 
 def _is_in_place(graph: fx.GraphModule, node: fx.Node) -> bool:
     """Whether `node` may change a tensor that another node reads: then codes must be taken where they are used."""
     if node.op == "call_module":
-        return bool(getattr(_module(graph, node), "inplace", False))
+        return bool(getattr(module_of(graph, node), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op == "call_method":
         return name.endswith("_") and not name.endswith("__")

@@ -33,21 +33,9 @@ from bitdial.kernels.fused import (
 from bitdial.kernels.quantize import quantize_activation_by, quantize_weight_by
 from bitdial.nn import QuantConv2d, QuantLayer, QuantLinear, SwitchableBatchNorm
 from bitdial.observe import Batch
+from bitdial.traced import added, insert_call, module_of, only_user, relu_cap
 
 log = logging.getLogger(__name__)
-
-ADDITIONS = (operator.add, torch.add, "add")
-IN_PLACE_ADDITIONS = (operator.iadd, "add_")
-CAPS: dict[Any, float] = {
-    nn.ReLU: math.inf,
-    nn.ReLU6: 6.0,
-    F.relu: math.inf,
-    F.relu6: 6.0,
-    torch.relu: math.inf,
-    torch.relu_: math.inf,
-    "relu": math.inf,
-    "relu_": math.inf,
-}
 
 
 class Seat(Protocol):
@@ -251,12 +239,12 @@ def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module
         for module, mode in modes.items():
             module.training = mode
     for node in _plain_calls(fast):
-        if type(_module(fast, node)) in (nn.Conv2d, QuantConv2d):
+        if type(module_of(fast, node)) in (nn.Conv2d, QuantConv2d):
             _replace_conv(fast, node, side, seats)
-        elif type(_module(fast, node)) is QuantLinear:
+        elif type(module_of(fast, node)) is QuantLinear:
             _replace_linear(fast, node, seats)
     for node in _plain_calls(fast):
-        if _is_norm(_module(fast, node)):
+        if _is_norm(module_of(fast, node)):
             _replace_norm(fast, node, seats)
     fast.graph.lint()
     fast.recompile()
@@ -264,19 +252,19 @@ def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module
 
 
 def _replace_linear(fast: fx.GraphModule, node: fx.Node, seats: Seated) -> None:
-    linear = _module(fast, node)
+    linear = module_of(fast, node)
     assert isinstance(linear, QuantLinear)
     with fast.graph.inserting_before(node):
-        out = _insert(fast, FusedLinear(linear, seats), node.args)
+        out = insert_call(fast, "fused", FusedLinear(linear, seats), node.args)
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
 
 
 def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, seats: Seated) -> None:
-    conv = _module(fast, node)
+    conv = module_of(fast, node)
     assert isinstance(conv, nn.Conv2d)
     with fast.graph.inserting_before(node):
-        fused = _insert(fast, FusedConv(conv, side, seats), node.args)
+        fused = insert_call(fast, "fused", FusedConv(conv, side, seats), node.args)
         out = fast.graph.call_function(operator.getitem, (fused, 0))
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
@@ -285,23 +273,23 @@ def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, 
 def _replace_norm(fast: fx.GraphModule, norm: fx.Node, seats: Seated) -> None:
     """Replace `norm`, and what can follow in the same pass."""
     chain, other, cap = [norm], None, None
-    user = _only_user(norm)
-    if user is not None and (other := _added(norm, user)) is not None:
+    user = only_user(norm)
+    if user is not None and (other := added(norm, user)) is not None:
         chain.append(user)
-        user = _only_user(user)
-    if user is not None and (cap := _cap(fast, user)) is not None:
+        user = only_user(user)
+    if user is not None and (cap := relu_cap(fast, user)) is not None:
         chain.append(user)
     last, source = chain[-1], norm.args[0]
     reader = next((user for user in last.users if _quantizes(fast, user)), None)
     layer = None if reader is None else _fused_conv(fast, reader).conv
     assert layer is None or isinstance(layer, QuantLayer)
-    module = FusedNorm(_module(fast, norm), seats, cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
+    module = FusedNorm(module_of(fast, norm), seats, cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
 
     with fast.graph.inserting_before(last):
         moments = None
         if isinstance(source, fx.Node) and source.target is operator.getitem and _is_fused_conv(fast, source.args[0]):
             moments = fast.graph.call_function(operator.getitem, (source.args[0], 1))
-        fused = _insert(fast, module, (source, moments, other))
+        fused = insert_call(fast, "fused", module, (source, moments, other))
         if reader is not None:
             _fused_conv(fast, reader).takes_quantized = True
             reader.args = (fast.graph.call_function(operator.getitem, (fused, 1)),)
@@ -311,29 +299,19 @@ def _replace_norm(fast: fx.GraphModule, norm: fx.Node, seats: Seated) -> None:
         fast.graph.erase_node(node)
 
 
-def _insert(fast: fx.GraphModule, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:
-    name = f"fused_{sum(1 for n in fast._modules if n.startswith('fused_'))}"
-    fast.add_module(name, module)
-    return fast.graph.call_module(name, args)
-
-
 def _plain_calls(fast: fx.GraphModule) -> list[fx.Node]:
     """The nodes that call a module with one positional argument."""
     return [n for n in fast.graph.nodes if n.op == "call_module" and len(n.args) == 1 and not n.kwargs]
 
 
-def _module(fast: fx.GraphModule, node: fx.Node) -> nn.Module:
-    return fast.get_submodule(str(node.target))
-
-
 def _fused_conv(fast: fx.GraphModule, node: fx.Node) -> FusedConv:
-    module = _module(fast, node)
+    module = module_of(fast, node)
     assert isinstance(module, FusedConv)
     return module
 
 
 def _is_fused_conv(fast: fx.GraphModule, node: object) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(_module(fast, node), FusedConv)
+    return isinstance(node, fx.Node) and node.op == "call_module" and isinstance(module_of(fast, node), FusedConv)
 
 
 def _quantizes(fast: fx.GraphModule, node: fx.Node) -> bool:
@@ -344,21 +322,3 @@ def _quantizes(fast: fx.GraphModule, node: fx.Node) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     norms = module.sets.values() if isinstance(module, SwitchableBatchNorm) else [module]
     return all(type(norm) is nn.BatchNorm2d for norm in norms)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _added(node: fx.Node, user: fx.Node) -> fx.Node | None:
-    """What `user` adds to `node`, None if it is no plain addition of two tensors."""
-    in_place = user.target in IN_PLACE_ADDITIONS and user.args[0] is node
-    if not (in_place or user.target in ADDITIONS) or user.kwargs or len(user.args) != 2:
-        return None
-    others = [argument for argument in user.args if argument is not node]
-    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
-
-
-def _cap(fast: fx.GraphModule, node: fx.Node) -> float | None:
-    """The upper bound of the ReLU that `node` is, None if it is none."""
-    return CAPS.get(type(_module(fast, node)) if node.op == "call_module" else node.target)
