@@ -1,7 +1,7 @@
 """Bit plans, and the dial: the one way to change which width a model runs at."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -10,7 +10,7 @@ from bitdial.errors import PlanError
 
 LayerBits = int | tuple[int, int]
 STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
-SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Switchboard
+SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Board
 
 
 class DialledLayer(Protocol):
@@ -35,15 +35,35 @@ class FollowingNorm(Protocol):
         ...
 
 
-class Switchboard(Protocol):
-    """What a model offers whose parts are switched all at once: them by name, and a block that ends with the switch."""
+class Board:
+    """What a model has, by the name SWITCHBOARD, whose parts are switched all at once. Abstract."""
 
-    layers: dict[str, DialledLayer]
-    norms: dict[str, FollowingNorm]
+    def __init__(self) -> None:
+        self.layers: dict[str, DialledLayer] = {}
+        self.norms: dict[str, FollowingNorm] = {}
+        self._collecting = False
 
-    def together(self) -> AbstractContextManager[None]:
+    def know(self, model: nn.Module) -> None:
+        """Take the layers and norms of `model`, by name, for those that `set_bits` switches."""
+        self.layers, self.norms = _having(model, "select_bits"), _having(model, "select_set")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
         """A block in which selections are collected; at its end they take effect, all in one."""
-        ...
+        self._collecting = True
+        try:
+            yield
+        finally:
+            self._collecting = False
+            self._switch()
+
+    def _selected(self) -> None:
+        """To be called after a selection: it takes effect now, unless it is collected."""
+        if not self._collecting:
+            self._switch()
+
+    def _switch(self) -> None:
+        raise NotImplementedError
 
 
 class BitPlan(Mapping[str, tuple[int, int]]):
@@ -146,7 +166,7 @@ def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     return layers
 
 
-def _switchboard(model: nn.Module) -> Switchboard | None:
+def _switchboard(model: nn.Module) -> Board | None:
     return getattr(unwrap(model), SWITCHBOARD, None)
 
 

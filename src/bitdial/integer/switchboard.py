@@ -10,8 +10,6 @@ allocated there, and no operand moves, so recorded CUDA graphs stay valid and fo
 another device does move them: the views are then gone, which is seen by looking, and everything is laid out anew.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from bitdial.errors import ConfigError, PlanError
 from bitdial.integer.operands import Tables
 from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, switch_
-from bitdial.plan import DialledLayer, FollowingNorm
+from bitdial.plan import Board
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
 
@@ -68,7 +66,7 @@ class _Place(NamedTuple):
     length: int
 
 
-class Switchboard:
+class Switchboard(Board):
     """Switches the layers and norms of a model together. `layers` and `norms`: all that `set_bits` knows, by name."""
 
     master: Tensor
@@ -78,16 +76,14 @@ class Switchboard:
 
     def __init__(self, model: nn.Module):
         """A board without parts for `model`: `add` puts them on it, `bind` lays out their operands."""
-        modules = dict(model.named_modules())
-        self.layers: dict[str, DialledLayer] = {n: m for n, m in modules.items() if hasattr(m, "select_bits")}
-        self.norms: dict[str, FollowingNorm] = {n: m for n, m in modules.items() if hasattr(m, "select_set")}
+        super().__init__()
+        self.know(model)
         self._parts: list[BoardPart] = []
         self._views: list[tuple[BoardPart, str, Tensor]] = []  # the parts' buffers while all is in place
         self._first_key: dict[BoardPart, int] = {}
         self._places: dict[BoardPart, list[_Place]] = {}  # of its tables
         self._held: list[int] = []  # by key
         self._pending: dict[BoardPart, None] = {}
-        self._collecting = False
 
     def add(self, part: BoardPart) -> None:
         """Put `part` on the board."""
@@ -96,21 +92,10 @@ class Switchboard:
 
     # --- switching --------------------------------------------------------------------------------
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block in which selections are collected; at its end they take effect, all in one launch."""
-        self._collecting = True
-        try:
-            yield
-        finally:
-            self._collecting = False
-            self._switch()
-
     def select(self, part: BoardPart) -> None:
         """Bring the operands of `part` to what it wants now, or at the end of the block."""
         self._pending[part] = None
-        if not self._collecting:
-            self._switch()
+        self._selected()
 
     def reload(self, part: BoardPart) -> None:
         """Make the operands of `part` anew, in place, after what they are made from has changed."""

@@ -15,8 +15,8 @@ from bitdial.kernels.integer import (
     finish_by_torch,
     like,
     missing_on,
-    output_shape,
 )
+from bitdial.kernels.integer_sums import output_shape
 
 NO_DILATION = [1, 1]
 

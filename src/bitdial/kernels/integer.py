@@ -22,7 +22,7 @@ import os
 import torch
 from torch import Tensor
 
-from bitdial.kernels.integer_sums import float64_sums, lowered, raised, sums_by_torch
+from bitdial.kernels.integer_sums import float64_sums, lowered, output_shape, raised, sums_by_torch
 from bitdial.kernels.quantize import _triton_installed
 
 QUANTIZER_NUMBERS = 5
@@ -235,15 +235,6 @@ def _in_parts(x: Tensor) -> bool:
 
 
 # --- shapes and layouts -------------------------------------------------------------------------
-
-
-def output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
-    """Sizes of the convolution's output."""
-    sizes = [
-        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[1 + i] - 1) - 1) // stride[i] + 1
-        for i in range(2)
-    ]
-    return [x.shape[0], weight.shape[0], *sizes]
 
 
 def channels_last(x: Tensor) -> Tensor:

@@ -34,6 +34,15 @@ def sums_by_torch(
     return sums.float().contiguous(memory_format=torch.channels_last)
 
 
+def output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+    """Sizes of the convolution's output."""
+    sizes = [
+        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[1 + i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    ]
+    return [x.shape[0], weight.shape[0], *sizes]
+
+
 def raised(x: Tensor) -> Tensor:
     """Stored codes plus 128, as unsigned bytes."""
     return (x ^ -128).view(torch.uint8)
@@ -139,12 +148,8 @@ def int_mm_sums(
     twice: bool,
 ) -> Tensor:
     """int32 sums by one integer product over the windows, laid out as a matrix."""
-    n, _, height, width = x.shape
+    n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
     k, r, s, c = weight.shape
-    oh, ow = (
-        (size + 2 * padding[i] - dilation[i] * (taps - 1) - 1) // stride[i] + 1
-        for i, (size, taps) in enumerate(((height, r), (width, s)))
-    )
     image = x.permute(0, 2, 3, 1).contiguous()
     if any(padding):
         image = F.pad(image, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=int(pad[0]))

@@ -7,8 +7,7 @@ them, since that would wait for the device.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -20,7 +19,7 @@ from bitdial.errors import QuantizationError
 from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.layouts import packed_fields, unpack_words
 from bitdial.kernels.packed import DTYPES, packed_linear
-from bitdial.plan import SWITCHBOARD, DialledLayer, FollowingNorm
+from bitdial.plan import SWITCHBOARD, Board
 
 
 class WordsLinear(nn.Linear):
@@ -92,15 +91,13 @@ class NestedLinear(WordsLinear):
         self.weight_bits, self.act_bits = weight_bits, act_bits
 
 
-class ArenaBoard:
+class ArenaBoard(Board):
     """The switchboard of a model whose layers lie in an arena: all change by one call of `PackedArena.set_bits`."""
 
     def __init__(self, arena: PackedArena):
+        super().__init__()
         self.arena = arena
-        self.layers: dict[str, DialledLayer] = {}
-        self.norms: dict[str, FollowingNorm] = {}
         self._pending: dict[ArenaLinear, tuple[int, int]] = {}
-        self._collecting = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ArenaBoard":
         """A board with an arena of its own, which is there before the layers that take their words from it."""
@@ -110,26 +107,13 @@ class ArenaBoard:
 
     def serve(self, model: nn.Module) -> None:
         """Be what `set_bits` switches `model` by."""
-        modules = dict(model.named_modules())
-        self.layers = {n: m for n, m in modules.items() if hasattr(m, "select_bits")}
-        self.norms = {n: m for n, m in modules.items() if hasattr(m, "select_set")}
+        self.know(model)
         setattr(model, SWITCHBOARD, self)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block in which selections are collected; at its end they take effect, all in one launch."""
-        self._collecting = True
-        try:
-            yield
-        finally:
-            self._collecting = False
-            self._switch()
 
     def select(self, layer: "ArenaLinear", weight_bits: int, act_bits: int) -> None:
         """Switch `layer` now, or at the end of the block."""
         self._pending[layer] = weight_bits, act_bits
-        if not self._collecting:
-            self._switch()
+        self._selected()
 
     def _switch(self) -> None:
         chosen, self._pending = self._pending, {}
