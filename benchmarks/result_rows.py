@@ -100,8 +100,8 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def read_speed(path: Path) -> list[Row]:
-    """The rows of the speed benchmark at `path`."""
+def read_measured(path: Path) -> list[Row]:
+    """The rows of the benchmark whose results are at `path`."""
     found = read_json(path, {"rows": []})
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         raise WrongRows(f"{path.name} has no list of rows")

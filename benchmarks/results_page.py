@@ -8,7 +8,6 @@ same rows, in whatever order, give the same page. Figures are linked if they are
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ ROWS = ("cifar10-resnet20.json", "cifar10-mobilenetv2.json")
 # those not named have their defaults. As long as it is empty, no recipe is chosen and the section is left out.
 FLAGSHIP: dict[str, Any] = {}
 FLAGSHIP_EPOCHS = 90
+COST_EPOCHS = 90
 TARGETS: dict[Widths, dict[int, float]] = {
     paper.FOUR: {8: 93.0, 6: 93.0, 4: 92.8, 2: 91.0},
     paper.THREE: {4: 92.3, 3: 92.2, 2: 90.5},
@@ -76,10 +76,10 @@ and learning rate. The best published 2-bit ResNet20 of this kind reaches about 
 """
 COST = """### Cost
 
-Seconds of training: jointly, and one after the other for dedicated models of the same widths, epochs, batch and
-device. The float model, which both start from, is not counted. Only runs that had the machine to themselves are
-compared (`runs_at_once` is absent or 1). Saved is 1 - joint / separate. The paper trains 200 epochs on a V100 and
-prints separate / joint - 1; its column has our ratio from its hours, and the printed number in brackets.
+Seconds of training at 90 epochs on an H200: jointly, and one after the other for dedicated models of the same widths,
+by the steps that `python benchmarks/training_cost.py` times side by side (`results/training-cost-h200.json`; batches of
+256). The float model, which both start from, is not counted. Saved is 1 - joint / separate. The paper trains 200 epochs
+on a V100 and prints separate / joint - 1; its column has our ratio from its hours, and the printed number in brackets.
 """
 FLAGSHIP_TEXT = """## 5. Flagship
 
@@ -219,32 +219,18 @@ def dedicated_table(dedicated: list[Group], everything: list[Group]) -> str:
     return table(["bits", "method", "lr", "epochs", "runs (seeds)", "float", "dedicated", *sets], lines)
 
 
-def cost_table(joint: list[Group], dedicated: list[Group]) -> str:
-    """Seconds jointly and separately, from runs that were alone on the machine."""
-    alone: dict[tuple[object, ...], list[float]] = {}
-    for one in dedicated:
-        for row in one.runs:
-            if one.get("scheme") == "lsq" and is_plain(one) and row.get("runs_at_once", 1) == 1:
-                where = (one.widths[0], one.get("epochs"), one.get("batch"), row["device"])
-                alone.setdefault(where, []).append(row["epoch_seconds"])
+def cost_table(rows: Iterable[Row]) -> str:
+    """Seconds jointly and separately, by the rows of `training_cost.py`."""
     lines = []
-    for one in sorted(joint, key=lambda one: len(one.widths), reverse=True):
-        for device in sorted({row["device"] for row in one.runs}) if is_plain(one) else []:
-            mine = [r["epoch_seconds"] for r in one.runs if r.get("runs_at_once", 1) == 1 and r["device"] == device]
-            others = [alone.get((bits, one.get("epochs"), one.get("batch"), device), []) for bits in one.widths]
-            if not mine or not all(others):
-                continue
-            together = one.get("epochs") * statistics.median(mine)
-            separate = one.get("epochs") * sum(map(statistics.median, others))
-            line = {"widths": listed(one.widths), "ALRS": one.get("alrs"), "epochs": str(one.get("epochs"))}
-            line |= {"jointly": f"{together:.1f} s", "separately": f"{separate:.1f} s", "device": device}
-            line |= {"saved": f"{100 * (1 - together / separate):.1f} %"}
-            if printed := paper.COST.get(one.widths):
-                ours = 100 * (1 - printed.joint / printed.separate)
-                line |= {"*paper:* saved": f"{ours:.1f} % ({printed.printed} %)"}
-            lines.append(line)
-    head = ["widths", "ALRS", "epochs", "jointly", "separately", "saved", "*paper:* saved", "device"]
-    return table(head, lines) if lines else NO_RUN
+    for row in rows:
+        widths, joint, separate = tuple(row["bit_choices"]), row["joint_epoch_s"], row["separate_epoch_s"]
+        line = {"widths": listed(widths), "jointly": f"{COST_EPOCHS * joint:.1f} s"}
+        line |= {"separately": f"{COST_EPOCHS * separate:.1f} s", "saved": f"{100 * (1 - joint / separate):.1f} %"}
+        if printed := paper.COST.get(widths):
+            ours = 100 * (1 - printed.joint / printed.separate)
+            line |= {"*paper:* saved": f"{ours:.1f} % ({printed.printed} %)"}
+        lines.append(line)
+    return table(["widths", "jointly", "separately", "saved", "*paper:* saved"], lines) if lines else NO_RUN
 
 
 def is_plain(runs: Group) -> bool:
@@ -314,7 +300,11 @@ def figures_of(section: int, names: Iterable[str]) -> str:
 
 
 def make_page(
-    rows: Iterable[Row], speed: Iterable[Row] = (), figures: Iterable[str] = (), mixed: Iterable[Row] = ()
+    rows: Iterable[Row],
+    speed: Iterable[Row] = (),
+    figures: Iterable[str] = (),
+    mixed: Iterable[Row] = (),
+    cost: Iterable[Row] = (),
 ) -> str:
     """The whole page as text."""
     groups = group(rows)
@@ -343,7 +333,7 @@ def make_page(
         DEDICATED,
         dedicated_table(dedicated, resnet) if dedicated else NO_RUN,
         COST,
-        cost_table(joint, dedicated),
+        cost_table(cost),
         *([FLAGSHIP_TEXT, flagship_tables(best)] if best else []),
         MOBILENET,
         mobilenet_tables(mobile) if mobile else NO_RUN,
@@ -391,7 +381,8 @@ def current_page() -> str:
     rows = [row for name in ROWS for row in result_rows.read_rows(RESULTS / name)]
     figures = [path.name for path in (PAGE.parent / "figures").glob("*.png")]
     mixed = [row for name in mixed_results.FILES for row in mixed_results.read_rows(RESULTS / name)]
-    return make_page(rows, result_rows.read_speed(RESULTS / "train-step-h200.json"), figures, mixed)
+    speed, cost = (result_rows.read_measured(RESULTS / f"{name}-h200.json") for name in ("train-step", "training-cost"))
+    return make_page(rows, speed, figures, mixed, cost)
 
 
 if __name__ == "__main__":

@@ -89,3 +89,16 @@ def test_the_reference_runs_without_triton(script: ModuleType, monkeypatch: pyte
 )
 def test_results_go_to_a_file_by_device(script: ModuleType, device: str, name: str) -> None:
     assert script.default_out(device).name == f"train-step-{name}.json"
+
+
+@pytest.mark.slow
+def test_training_cost_counts_every_width_once(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    options = ["--tiny", "--device", "cpu", "--rounds", "1", "--out", str(out)]
+    subprocess.run([sys.executable, str(FOLDER / "training_cost.py"), *options], check=True, timeout=300)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["bit_choices"] for row in rows] == [[8, 6, 4, 2], [4, 3, 2]]
+    for row in rows:
+        assert list(row["separate_ms"]) == [str(bits) for bits in row["bit_choices"]]
+        assert row["separate_epoch_s"] == pytest.approx(0.196 * sum(row["separate_ms"].values()), rel=1e-3)
+        assert row["saved"] == pytest.approx(1 - row["joint_epoch_s"] / row["separate_epoch_s"], abs=2e-3)
