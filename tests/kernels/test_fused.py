@@ -208,11 +208,12 @@ def check_norm(shape: tuple[int, ...], residual: bool, cap: float | None, signed
 
 
 @runs
-def test_the_norm_joins_the_moments_of_a_convolution() -> None:
-    conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
-    norm = nn.BatchNorm2d(16).to(DEVICE)
+@pytest.mark.parametrize("channels, groups, size", [(16, 1, 9), (32, 1, 13), (32, 32, 9)])  # tiles of 128, 256, 128
+def test_the_norm_joins_the_moments_of_a_convolution(channels: int, groups: int, size: int) -> None:
+    conv = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False).to(DEVICE, memory_format=LAST)
+    norm = nn.BatchNorm2d(channels).to(DEVICE)
     twin = copy.deepcopy(norm)
-    y, moments = fused.convolve(normal(3, 16, 9, 9, seed=12), conv, conv.weight, None)
+    y, moments = fused.convolve(normal(3, channels, size, size, seed=12), conv, conv.weight, None)
     assert moments.parts.shape[2] > 1  # the last tile is a partial one
     value, _ = fused.normalize(y, norm, moments=moments, other=None, cap=None, codes=None, keep=True)
     assert value is not None

@@ -196,13 +196,13 @@ def convolve(
     Only where `can_convolve`. `quantized` is the quantised weight, if it is there already. With `side`, the gradients
     of parameters are computed there, and there until its `join`.
     """
-    from bitdial.kernels.triton_conv import PIXELS
+    from bitdial.kernels.triton_conv import PIXELS, tile_pixels
 
     assert isinstance(conv.padding, tuple)
     scale = None if codes is None else codes.scale
     geometry = (conv.stride[0], conv.padding[0], is_depthwise(conv))
     y, parts = _Convolution.apply(x, weight, scale, codes, quantized, *geometry, side)
-    return y, Moments(parts, PIXELS)
+    return y, Moments(parts, PIXELS if is_depthwise(conv) else tile_pixels(conv.in_channels, conv.out_channels))
 
 
 def can_normalize(norm: nn.BatchNorm2d, x: Tensor) -> bool:
@@ -260,12 +260,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        from bitdial.kernels import triton_norm
+        from bitdial.kernels import triton_norm_backward
 
         x, value, lines, _ = ctx.saved_tensors
         grad, grad_quantized = (None if g is None else g.to(x.dtype, memory_format=torch.channels_last) for g in grads)
         both = grad is not None and grad_quantized is not None
-        dx, dother, dgamma, dbeta, dscale = triton_norm.backward(
+        dx, dother, dgamma, dbeta, dscale = triton_norm_backward.backward(
             grad, grad_quantized, x, value, lines, ctx.codes, cap=ctx.cap, keep=ctx.residual or both
         )
         return dx, dgamma, dbeta, dother if ctx.residual else None, dscale, None, None, None, None, None
