@@ -101,6 +101,13 @@ def test_eval_on_integer_kernels(file, capsys, tmp_path) -> None:
     assert "packed kernels serve no layer of this file" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", [["eval"], ["switch", "--bits", "2"]])
+def test_a_gpu_that_is_not_there(command, file, capsys) -> None:
+    assert main([*command, str(file), "--device", "cuda"]) == 1
+    assert "finds no GPU here" in capsys.readouterr().err
+
+
 def test_eval_on_the_test_images_of_cifar10(capsys, tmp_path) -> None:
     model, images = bitdial.build_model("cifar_resnet", blocks=1, width=4), torch.randint(0, 256, (8, 3, 32, 32))
     images, labels = images.to(torch.uint8).numpy(), torch.arange(8).numpy()

@@ -210,7 +210,7 @@ def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitP
             if value not in choices[name]:
                 raise PlanError(
                     f"layer {name!r}: bits={value} is not in bit_choices {choices[name]}; "
-                    f"choose one of these or add {value} to QuantConfig.bit_choices and train again"
+                    "choose one of these (QuantConfig sets them in training; load(bit_choices=...) may offer fewer)"
                 )
     return chosen
 

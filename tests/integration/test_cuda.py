@@ -2,11 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 import bitdial
 from bitdial import functional as bf
+from bitdial.cli import main
 from bitdial.plan import dialled_layers
 
 pytestmark = [
@@ -88,6 +90,22 @@ def test_training_on_the_gpu_then_the_same_file_on_both(scheme: str, tmp_path) -
         bitdial.set_bits(exact_here, bits)
         bitdial.set_bits(exact_there, bits)
         assert torch.equal(exact_here(images), exact_there(images.cuda()).cpu()), bits
+
+
+def test_the_command_line_evaluates_and_switches_there(tmp_path, capsys) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 3, 16, 16), torch.randint(0, 10, (64,))
+    prepared = bitdial.prepare(bitdial.build_model("cifar_resnet", blocks=1, width=8), bitdial.QuantConfig(), x)
+    path, data = tmp_path / "model.safetensors", tmp_path / "data.npz"
+    bitdial.save(prepared, path)
+    np.savez(data, x=x.numpy(), y=y.numpy())
+    command = ["eval", str(path), "--data", str(data), "--kernels", "integer"]
+    assert main([*command, "--device", "cpu"]) == 0
+    here = capsys.readouterr().out
+    assert main([*command, "--device", "cuda"]) == 0
+    assert capsys.readouterr().out == here
+    assert main(["switch", str(path), "--bits", "4", "--device", "cuda", "--data", str(data)]) == 0
+    assert "Accuracy there" in capsys.readouterr().out
 
 
 def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="B",
         help="width (4), pair (4:8) or stored plan; repeat for several (default: every width)",
     )
-    _kernels_argument(evaluate)
+    _live_arguments(evaluate)
     test_data_argument(evaluate)
     evaluate.set_defaults(run=_eval)
 
@@ -85,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     switch.add_argument(
         "--bits", type=bits_setting, required=True, metavar="B", help="width (4), pair (4:8) or stored plan"
     )
-    _kernels_argument(switch)
+    _live_arguments(switch)
     test_data_argument(switch)
     switch.set_defaults(run=_switch)
 
@@ -98,11 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _kernels_argument(command: argparse.ArgumentParser) -> None:
+def _live_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the model runs (default: cpu)")
     command.add_argument(
         "--kernels",
         choices=KERNELS,
-        help="what the model runs on: float kernels, integer sums, or packed words (default: float)",
+        help="what the model runs on: float kernels, integer sums, or packed words (default: float; on a GPU integer, "
+        "if all activations are quantised)",
     )
 
 
@@ -272,30 +277,38 @@ def _train(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live, data = load(artifact, kernels=options.kernels), test_data(options.data, artifact)
+    live, data = _load_live(artifact, options), test_data(options.data, artifact)
     rows = []
     for setting in options.bits or artifact.bit_choices:
         set_bits(live, _resolve(setting, artifact))
-        rows.append([setting_label(setting), f"{100 * accuracy_on(live, data):.2f} %"])
+        rows.append([setting_label(setting), f"{100 * accuracy_on(live, data, options.device):.2f} %"])
     show_table(str(options.file), ["setting", "accuracy"], rows)
+
+
+def _load_live(artifact: Artifact, options: argparse.Namespace) -> nn.Module:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave it out to run on the CPU")
+    return load(artifact, device=options.device, kernels=options.kernels)
 
 
 def _switch(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live = load(artifact, kernels=options.kernels)
-    target = _resolve(options.bits, artifact)
+    live, target = _load_live(artifact, options), _resolve(options.bits, artifact)
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     rows = []
     for start in artifact.bit_choices:
         times = []
         for _ in range(20):
             set_bits(live, start)
+            wait()
             began = time.perf_counter()
             set_bits(live, target)
+            wait()
             times.append(1e3 * (time.perf_counter() - began))
         rows.append([f"{start} bits", setting_label(options.bits), f"{statistics.median(times):.2f} ms"])
     show_table("Switching while live (median of 20)", ["from", "to", "time"], rows)
     if options.data or recipe_of(artifact) in TEST_DATA:
-        print(f"Accuracy there: {100 * accuracy_on(live, test_data(options.data, artifact)):.2f} %")
+        print(f"Accuracy there: {100 * accuracy_on(live, test_data(options.data, artifact), options.device):.2f} %")
 
 
 def _inspect(options: argparse.Namespace) -> None:

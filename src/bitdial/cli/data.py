@@ -113,10 +113,10 @@ def _npz_data(path: Path) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def accuracy_on(live: nn.Module, data: Batches) -> float:
-    """The accuracy of `live` on `data`; ConfigError if the data is not for such a model."""
-    with fitting(data[0][0]):
-        return accuracy(live, data)
+def accuracy_on(live: nn.Module, data: Batches, device: str = "cpu") -> float:
+    """The accuracy of `live`, which is on `device`, on `data`; ConfigError if the data is not for such a model."""
+    with fitting(data[0][0]), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return accuracy(live, ((x.to(device), y.to(device)) for x, y in data))
 
 
 @contextmanager
