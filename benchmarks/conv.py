@@ -37,8 +37,9 @@ from torch import Tensor, nn
 
 from bitdial import build_model
 from bitdial.kernels import integer, triton_integer
+from bitdial.kernels.integer_sums import PAD_CODES
+from bitdial.kernels.integer_tiles import Geometry, Tiles, default_tiles, power_of_2
 from bitdial.kernels.triton_finish import Finish
-from bitdial.kernels.triton_integer import Geometry, Tiles
 
 ROTATED_BYTES = 128 << 20  # of a layer's inputs
 MOST_COPIES = 32
@@ -99,7 +100,7 @@ class Work:
         self.norm = torch.randn(2, k, generator=generator).to(device)
         self.factor = torch.full((k,), 1e-4, device=device)
         self.quantizer = torch.tensor([0.03, 0, 0, 255, 128], device=device)
-        self.pad = torch.full((c // shape.groups,), -128, dtype=torch.int8, device=device)
+        self.pad = torch.full((PAD_CODES,), -128, dtype=torch.int8, device=device)
         moves = ((shape.stride,) * 2, (shape.padding,) * 2, (1, 1), shape.groups)
         self.geometry = Geometry.of(codes, self.weight, *moves)
         self.pixels = batch * self.geometry.out_height * self.geometry.out_width
@@ -155,8 +156,8 @@ def milliseconds(contenders: dict[str, list[Call]], options: argparse.Namespace)
 def candidates(work: Work) -> Iterator[Tiles]:
     """Tilings worth a try: what fits the layer, a warp group for each 64 rows, stages as shared memory allows."""
     g = work.geometry
-    inputs = {min(size, triton_integer._power(triton_integer.run_of(g), 32, 256)) for size in (64, 128, 256)}
-    outputs = {min(size, triton_integer._power(g.out_channels // g.groups, 16, 256)) for size in (64, 128, 256)}
+    inputs = {min(size, default_tiles(g, 1).inputs) for size in (64, 128)}
+    outputs = {min(size, power_of_2(g.out_channels // g.groups, 16, 256)) for size in (64, 128, 256)}
     if g.is_depthwise:
         for pixels, channels in itertools.product((16, 32, 64, 128), (32, 64, 128)):
             yield Tiles(pixels, channels, channels, 4, 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bitdial.kernels import integer, integer_sums
 from bitdial.kernels.integer import integer_conv2d, integer_finish
+from bitdial.kernels.integer_sums import PAD_CODES
 from bitdial.kernels.integer_sums import qconv_is_exact as real_qconv_is_exact
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -130,7 +131,7 @@ def make_case(
     arguments = {
         "x": (a - int(shift)).to(torch.int8).contiguous(memory_format=torch.channels_last),
         "weight": weight.to(torch.int8),
-        "pad": torch.full((c // groups,), pad, dtype=torch.int8),
+        "pad": torch.full((PAD_CODES,), pad, dtype=torch.int8),
         "correction": (-pad * integers.flatten(1).sum(dim=1)).int(),
         "factor": factor,
         **options,
@@ -208,7 +209,7 @@ def test_more_terms_than_int32_holds_fall_back() -> None:
     n, c, *_ = geometry
     x = torch.full((n, c, 1, 1), 127, dtype=torch.int8, device=DEVICE)
     weight = torch.full((2, 1, 1, c), -128, dtype=torch.int8, device=DEVICE)
-    pad = torch.full((c,), -128, dtype=torch.int8, device=DEVICE)
+    pad = torch.full((PAD_CODES,), -128, dtype=torch.int8, device=DEVICE)
     unused, factor = torch.zeros(2, dtype=torch.int32, device=DEVICE), torch.ones(2, device=DEVICE)
     moves = ([1, 1], [0, 0], [1, 1])
     value, _, _ = integer_conv2d(

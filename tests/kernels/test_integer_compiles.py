@@ -13,6 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bitdial.kernels.integer_sums import PAD_CODES
+from bitdial.kernels.integer_tiles import Geometry
+
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="here they are compiled to be run"),
@@ -59,14 +62,14 @@ def launch(
 
     x = torch.zeros(32, channels, 14, 14, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     weight = torch.zeros(outputs, taps, taps, channels // groups, dtype=torch.int8)
-    geometry = kernels.Geometry.of(x, weight, (1, 1), (taps // 2, taps // 2), (1, 1), groups)
+    geometry = Geometry.of(x, weight, (1, 1), (taps // 2, taps // 2), (1, 1), groups)
     line, numbers = torch.zeros(outputs), torch.zeros(5)
     other = torch.zeros(32, outputs, 14, 14).contiguous(memory_format=torch.channels_last) if everything else None
     second = numbers if everything else None
     finish = triton_finish.Finish(
         torch.zeros(2, outputs), other, 6.0 if everything else math.inf, numbers, second, everything
     )
-    pad, correction = torch.zeros(channels // groups, dtype=torch.int8), line.int()
+    pad, correction = torch.zeros(PAD_CODES, dtype=torch.int8), line.int()
     bias = line if everything else None
     halves = torch.zeros(1, dtype=torch.int32) if centred else None
     kernels.convolve(x, weight, pad, correction, line, halves, bias, finish, geometry)
@@ -120,11 +123,11 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
 
 
 def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
-    from bitdial.kernels import triton_finish, triton_fixed_point, triton_integer
+    from bitdial.kernels import triton_finish, triton_fixed_point
 
     x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
-    geometry = triton_integer.Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
+    geometry = Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
     finish = triton_finish.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
     triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])

@@ -83,15 +83,14 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
         integers, sums, step = weight_operand(self, self.weight_bits)
         acts = quantizer(self, self.act_bits)[None]
         halves = [self.weight_bits == 8] if needs_halves(self) else None
-        tables = {**pair_tables(sums[None], step[None], acts, halves), **act_tables(acts, integers.shape[3])}
+        tables = {**pair_tables(sums[None], step[None], acts, halves), **act_tables(acts)}
         return integers, {name: table[0].clone() for name, table in tables.items()}
 
     def tables(self) -> list[Tables]:
         sums, steps = zip(*(weight_operand(self, bits)[1:] for bits in self.bit_choices), strict=True)
         acts = torch.stack([quantizer(self, bits) for bits in self.bit_choices])
         halves = [bits == 8 for bits in self.bit_choices] if needs_halves(self) else None
-        channels = self.filters(self.stored).shape[3]
-        return [pair_tables(torch.stack(sums), torch.stack(steps), acts, halves), act_tables(acts, channels)]
+        return [pair_tables(torch.stack(sums), torch.stack(steps), acts, halves), act_tables(acts)]
 
     def wanted(self) -> list[int]:
         act = self.bit_choices.index(self.act_bits)

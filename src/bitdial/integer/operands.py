@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.kernels.integer import STORED_SHIFT
+from bitdial.kernels.integer_sums import PAD_CODES
 
 Tables = dict[str, Tensor]  # (choices, ...) by the name of the buffer that holds the row in use
 
@@ -56,10 +57,10 @@ def quantizer(layer: Operated, bits: int) -> Tensor:
     return torch.cat([scale, zero, *(torch.full_like(scale, bound) for bound in bounds)]).float()
 
 
-def act_tables(quantizers: Tensor, channels: int) -> Tables:
-    """What depends on the width of the activations: `quantizer`, and `pad` for so many channels."""
+def act_tables(quantizers: Tensor) -> Tables:
+    """What depends on the width of the activations: `quantizer` and `pad`."""
     pad = (quantizers[:, 1] - quantizers[:, 4]).to(torch.int8)
-    return {"quantizer": quantizers, "pad": pad[:, None].expand(-1, channels)}
+    return {"quantizer": quantizers, "pad": pad[:, None].expand(-1, PAD_CODES)}
 
 
 def pair_tables(sums: Tensor, steps: Tensor, quantizers: Tensor, halves: Sequence[bool] | None) -> Tables:

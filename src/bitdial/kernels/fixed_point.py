@@ -45,8 +45,8 @@ def fixed_point_conv2d(
     sizes = output_shape(x, weight, stride, padding, NO_DILATION)
     if missing_on(x.device) is None and x.numel() and 0 < max(x.numel(), math.prod(sizes)) < INDEXABLE:
         from bitdial.kernels import triton_fixed_point as kernels
+        from bitdial.kernels.integer_tiles import Geometry
         from bitdial.kernels.triton_finish import Finish
-        from bitdial.kernels.triton_integer import Geometry
 
         x = channels_last(x)
         steps, zeros = ((s[0], s[1]) for s in (stride, padding))

@@ -71,7 +71,7 @@ def integer_conv2d(
 ) -> Outputs:
     """The convolution of stored codes x (N, C, H, W) with integers weight (K, R, S, C / groups), and what follows.
 
-    `pad` (C / groups,) holds the stored code of 0, `correction` (K,) is -pad times the sum of the filter's integers,
+    `pad` (PAD_CODES,) holds the stored code of 0, `correction` (K,) is -pad times the sum of the filter's integers,
     `factor` (K,) float32(act_scale * weight_step). The weight's integer is `weight`; but 2 * weight + 1 while `halves`
     (1,), int32, is 1 and not 0. None says that it never is.
     Then `bias` (K,), `norm` (2, K): multiplier and offset, `other` (like the output), ReLU up to `cap`, quantizers.
@@ -82,11 +82,12 @@ def integer_conv2d(
         sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
     elif missing_on(x.device) is None:
         from bitdial.kernels import triton_integer as kernels
+        from bitdial.kernels.integer_tiles import Geometry
         from bitdial.kernels.triton_finish import Finish
 
         x = channels_last(x)
         steps, zeros, spread = ((s[0], s[1]) for s in (stride, padding, dilation))
-        geometry = kernels.Geometry.of(x, weight, steps, zeros, spread, groups)
+        geometry = Geometry.of(x, weight, steps, zeros, spread, groups)
         finish = Finish(norm, like(other, sizes), cap, first, second, keep)
         with torch.cuda.device_of(x):
             outputs = kernels.convolve(x, weight, pad, correction, factor, halves, bias, finish, geometry)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels.integer_tiles import Geometry, Tiles
 from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
-from bitdial.kernels.triton_integer import Geometry, Tiles
 
 
 @triton.jit

@@ -2,9 +2,10 @@
 
 Everything is channels last. A convolution is a matrix product whose left rows are gathered while it runs: for each tap
 of the filter, a tile of (pixels, input channels) against a tile of (input channels, output channels), int8 tensor
-cores, int32 sums. Pixels outside the image are read from `pad`, a row that holds the code of the value 0, so no load
-has a mask where the channels fill their tiles, and all of them are 16 bytes wide where there are 16 channels. Where
-there are fewer, as in an image, a whole row of the filter is one tap: its pixels lie in one piece.
+cores, int32 sums. Pixels outside the image are read from `pad`, which holds the code of the value 0 over and over, so
+no load has a mask where the channels fill their tiles, and all of them are 16 bytes wide where there are 16 channels.
+(It holds it so often because all programs read there: one line of memory would be a bottleneck.) Where there are fewer
+channels, as in an image, a whole row of the filter is one tap: its pixels lie in one piece.
 
 Codes are stored as int8: those of an unsigned kind less 128. With x the stored code and pad the stored code of 0, a
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
@@ -15,68 +16,18 @@ loops, so that other widths do not pay for it; where there is no such number, th
 What follows the sums is in `triton_finish`.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels.integer_sums import PAD_CODES
+from bitdial.kernels.integer_tiles import FEW_CHANNELS as FEW
+from bitdial.kernels.integer_tiles import Geometry, Tiles, default_depthwise_tiles, default_tiles
 from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
 
-FEW_CHANNELS = tl.constexpr(16)  # below, 16 bytes hold several pixels
-PROCESSORS = 132  # of an H200; fewer programs leave some idle
-
-
-class Geometry(NamedTuple):
-    """Sizes of a convolution: of the input, the output and the filter, and how the filter moves."""
-
-    height: int
-    width: int
-    channels: int
-    out_height: int
-    out_width: int
-    out_channels: int
-    rows: int
-    columns: int
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    groups: int
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        weight: Tensor,
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-        groups: int,
-    ) -> "Geometry":
-        """That of x (N, C, H, W) and weight (K, R, S, C / groups)."""
-        _, c, h, w = x.shape
-        k, r, s, _ = weight.shape
-        oh, ow = (
-            (size + 2 * padding[i] - dilation[i] * (taps - 1) - 1) // stride[i] + 1
-            for i, (size, taps) in enumerate(((h, r), (w, s)))
-        )
-        return cls(h, w, c, oh, ow, k, r, s, stride, padding, dilation, groups)
-
-    @property
-    def is_depthwise(self) -> bool:
-        """Whether each channel has a filter of its own."""
-        return self.groups == self.channels == self.out_channels
-
-
-class Tiles(NamedTuple):
-    """How a kernel cuts its work: pixels, input and output channels; warps, pipeline stages, slices of what follows."""
-
-    pixels: int
-    inputs: int
-    outputs: int
-    warps: int
-    stages: int
-    slices: int = 1
+FEW_CHANNELS = tl.constexpr(FEW)
+PAD_LINE = tl.constexpr(128)  # bytes that one pixel's padding is read from; as many channels are in a tile at most
+PAD_LINES = tl.constexpr(PAD_CODES // 128)
 
 
 @triton.jit
@@ -102,11 +53,11 @@ def _sums(  # type: ignore[no-untyped-def]
     window,
     top,
     left,
+    outside,
     filter_at,
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
-    CG: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     PADDED: tl.constexpr,
@@ -117,7 +68,10 @@ def _sums(  # type: ignore[no-untyped-def]
     BLOCK_C: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Sums (pixels, output channels) over the windows, whose corners lie at `window`; of 2 * w + 1 if HALVES."""
+    """Sums (pixels, output channels) over the windows, whose corners lie at `window`; of 2 * w + 1 if HALVES.
+
+    `outside` is where in `pad` a pixel finds what lies outside the image.
+    """
     CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
     EVEN: tl.constexpr = RUN % BLOCK_C == 0
     sums = tl.zeros((window.shape[0], filter_at.shape[0]), dtype=tl.int32)
@@ -132,9 +86,10 @@ def _sums(  # type: ignore[no-untyped-def]
             inside = ((row >= 0) & (row < H))[:, None]
             if ROWS:
                 places = (column * C)[:, None] + c[None, :]
-                at = tl.where(inside & (places >= 0) & (places < W * C), at, pad_ptr + c[None, :] % CG)
+                inside = inside & (places >= 0) & (places < W * C)
             else:
-                at = tl.where(inside & ((column >= 0) & (column < W))[:, None], at, pad_ptr + c[None, :])
+                inside = inside & ((column >= 0) & (column < W))[:, None]
+            at = tl.where(inside, at, pad_ptr + outside[:, None] + tl.arange(0, BLOCK_C)[None, :])
         if EVEN:
             x = tl.load(at)
         else:
@@ -237,15 +192,18 @@ def _convolve(  # type: ignore[no-untyped-def]
     top = q // OW % OH * STRIDE_H - PAD_H
     left = q % OW * STRIDE_W - PAD_W
     window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
+    # Neighbours along a row and along a column of the image get different lines: their distance is odd.
+    tl.static_assert(BLOCK_C <= PAD_LINE)
+    outside = (q + q // OW * (1 + OW % 2)) % PAD_LINES * PAD_LINE
     if (0 if halves_ptr is None else tl.load(halves_ptr)) != 0:
         sums = _sums(
-            x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
-            TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
+            x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS,
+            RUN, TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
         )  # fmt: skip
     else:
         sums = _sums(
-            x_ptr, w_ptr, pad_ptr, window, top, left, filter_at, H, W, C, CG, DILATION_H, DILATION_W, PADDED, ROWS, RUN,
-            TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
+            x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS,
+            RUN, TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
         )  # fmt: skip
     # The rest goes slice by slice, so that its operands need not all be in registers at once.
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
@@ -325,34 +283,6 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
     ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
     start = tl.program_id(1) * BLOCK_C
     _finish_sums(sums, p, p < pixels, 0, start, ends, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
-
-
-def _power(value: int, least: int, most: int) -> int:
-    return min(max(triton.next_power_of_2(value), least), most)
-
-
-def run_of(geometry: Geometry) -> int:
-    """How many input channels lie in one piece at a tap; for few channels a tap is a row of the filter."""
-    channels = geometry.channels // geometry.groups
-    rows = channels < FEW_CHANNELS.value and geometry.groups == 1 and geometry.dilation[1] == 1
-    return geometry.columns * channels if rows else channels
-
-
-def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
-    """Tiles of a convolution of so many output pixels; a guess, not yet measured on a GPU."""
-    inputs = _power(run_of(geometry), 32, 128)
-    outputs = _power(geometry.out_channels // geometry.groups, 16, 128)
-    rows = 64 if pixels <= 8192 else 128
-    while outputs > 32 and triton.cdiv(pixels, rows) * triton.cdiv(geometry.out_channels, outputs) < PROCESSORS:
-        outputs //= 2
-    slices = min(4, max(1, outputs // 32))
-    return Tiles(rows, inputs, outputs, 8 if rows * outputs > 8192 else 4, 4 if inputs < 128 else 3, slices)
-
-
-def default_depthwise_tiles(geometry: Geometry) -> Tiles:
-    """Tiles of a depthwise convolution; a guess, not yet measured on a GPU."""
-    channels = _power(geometry.channels, 16, 64)
-    return Tiles(2048 // channels, channels, channels, 4, 1)
 
 
 def convolve(
