@@ -159,6 +159,8 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 def our_cells(runs: Group, base: Mapping[int, float] | None = None) -> Cells:
     """The cells of one setting, with the difference to `base` where it has the width."""
     teacher, scheme, frozen = runs.get("teacher"), runs.get("scheme"), runs.get("learn_scales") is False
+    if reached := [row["teacher_top1"] for row in runs.runs if "teacher_top1" in row]:
+        teacher = f"{teacher}, {mean(reached)}"
     cells = {
         "method": ", ".join([METHODS.get(scheme, f"`{scheme}`"), *words(runs.settings)]),
         "stored": ", ".join(sorted({str(row["stored_bits"]) for row in runs.runs})),

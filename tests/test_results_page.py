@@ -306,6 +306,13 @@ def test_distillation_and_components_against_their_base() -> None:
     ], "the last has no base"
 
 
+def test_a_larger_teacher_is_named_with_its_accuracy() -> None:
+    taught = {"kd": "teacher", "teacher": "resnet56", "alrs": "off"}
+    rows = [row(0, alrs="off"), row(0, **taught, teacher_top1=93.5), row(1, **taught, teacher_top1=93.7)]
+    found = section(script.make_page(rows), "### Distillation")
+    assert "teacher (resnet56, 93.60 ± 0.14)" in found
+
+
 def test_dedicated_models_beside_joint_ones() -> None:
     one = {"scheme": "lsq", "bit_choices": [2]}
     rows = [row(0), row(1, (92.0, 91.0, 90.0, 82.0)), row(0, (80.5,), **one), row(0, (70.0,), epochs=30, **one)]

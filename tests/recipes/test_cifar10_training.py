@@ -185,7 +185,8 @@ def test_an_ablation_is_in_the_row_only_where_it_differs(
     monkeypatch.setattr(training, "prepare", spy_prepare)
     assert main(command(tmp_path, "--bits", "4,2", *words.split())) == 0
     (row,) = rows(tmp_path)
-    assert {name: row[name] for name in row if name not in ALWAYS} == field
+    outcomes = {*ALWAYS, "teacher_top1"}
+    assert {name: row[name] for name in row if name not in outcomes} == field
     ((name, value),) = field.items()
     assert any(f"-{name}={value}" in file for file in files(tmp_path)), "it is in the name of the artifact"
     for config in (seen["quant"], seen["config"]):
@@ -301,9 +302,11 @@ def test_the_teacher_is_trained_like_the_student_and_kept(
     if teacher is None:
         assert seen == [outcome.float_model]
         assert kept == ["float-resnet20-0-1.ckpt"]
+        assert "teacher_top1" not in rows(tmp_path)[0], "it is that of the float model"
     else:
         assert len(seen[0].layer1) == 2, "another network than the student's"
         assert kept == ["float-resnet20-0-1.ckpt", "float-resnet56-0-1.ckpt"]
+        assert 0 <= rows(tmp_path)[0]["teacher_top1"] <= 100
         before = (tmp_path / "run" / kept[1]).stat().st_mtime_ns
         resnet20(tmp_path, distill="teacher", teacher=teacher, scheme="nested")
         assert (tmp_path / "run" / kept[1]).stat().st_mtime_ns == before

@@ -92,6 +92,7 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
             batches = itertools.islice(data.batches(config.epochs), settings["recalibrate"])
             recalibrate_norms(model, (batch.inputs for batch in batches), bits)
         float_top1 = accuracy(float_model, test)
+        teacher_top1 = accuracy(teacher, test) if teacher is not None and options.teacher is not None else None
         top1 = evaluate(model, test, options.bit_choices)
     metrics = {
         "recipe": recipe,
@@ -102,6 +103,8 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     save(model, artifact, metrics=metrics)
     others = changed if network == "resnet20" else {"model": network, **changed}
     row = _row(settings, others, metrics, history, device) | {"command": options.command}
+    if teacher_top1 is not None:
+        row["teacher_top1"] = round(100 * teacher_top1, 2)
     if options.history is not None:
         write_history(options.history, history, row)
     if options.results is not None:
