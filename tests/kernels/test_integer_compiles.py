@@ -151,5 +151,6 @@ def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None
 def test_codes_that_are_never_centred_do_not_pay_for_those_that_are(assembly: list[str]) -> None:
     for centred in (False, True):
         launch(channels=64, outputs=64, centred=centred)
-    products = [len(re.findall(r"wgmma\.mma_async", ptx)) for ptx in assembly]
-    assert products[1] == 2 * products[0]  # a loop for each kind of integers, or only one
+    products, totals = ([len(re.findall(rf"wgmma\.mma_async\S*m64n{n}k32", ptx)) for ptx in assembly] for n in (64, 16))
+    assert products[1] == 2 * products[0] > 0  # a loop for each kind of integers, or only one
+    assert totals[0] == 0 < totals[1]  # sums of activations are products with ones
