@@ -228,6 +228,40 @@ def test_what_cannot_be_exported(made: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_float_model_is_not_overwritten(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    command = ["export", str(made / "model.safetensors"), "--hf", str(tmp_path), "--model", str(tmp_path)]
+    assert main(command) == 1
+    assert "whose weights would be lost" in capsys.readouterr().err
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_of_another_model_is_refused_before_anything_is_written(made: Path, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "source")
+    settings = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 1}))
+    with pytest.raises(ArtifactError, match=r"source.config.json does not fit model.safetensors"):
+        export_pretrained(made / "model.safetensors", tmp_path / "out", tmp_path / "source")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--hf", "OUT", "--model", "DIR", "--bits", "4"], "--bits is not for --hf"),
+        (["--hf", "OUT", "--model", "DIR", "--opset", "21"], "--opset is not for --hf"),
+        (["--onnx", "OUT", "--model", "DIR"], "--model is not for --onnx"),
+    ],
+)
+def test_options_that_would_do_nothing(
+    made: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"OUT": str(tmp_path / "out"), "DIR": str(made)}
+    assert main(["export", str(made / "model.safetensors"), *(places.get(word, word) for word in words)]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_paths_of_this_machine_stay_here(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "source")
     model = prepared(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source"))

@@ -49,7 +49,7 @@ def export_pretrained(
     """Write the artifact at `path` as a folder that `load_pretrained` reads; returns the folder.
 
     `like` is the transformers model that the artifact was made from, or a folder that holds it. Its config and
-    generation config go along, and from a folder the tokenizer's files as well.
+    generation config go along, and from a folder the tokenizer's files as well. The folder to write is another one.
     """
     path, folder = Path(path), Path(folder)
     artifact = read_artifact(path)
@@ -58,7 +58,13 @@ def export_pretrained(
         raise ExportError("the config has a quantization_config already; give that of the float model")
     settings = {k: v for k, v in settings.items() if k != "_name_or_path"}  # a place on this machine, perhaps
     target = folder / WEIGHTS
-    if not (target.exists() and target.samefile(path)):
+    there = target.exists() and target.samefile(path)
+    if not isinstance(like, nn.Module):
+        if target.exists() and not there and folder.resolve() == Path(like).resolve():
+            raise ExportError(f"{folder} is the folder of the float model, whose weights would be lost; name another")
+        if settings.get("model_type") in _transformers().CONFIG_MAPPING:  # else its code is the user's own
+            _check_config(Path(like) / CONFIG, settings, artifact)
+    if not there:
         _copy(path, target)
     for file in files:
         if file.resolve() != (folder / file.name).resolve():
@@ -174,6 +180,14 @@ def _own_type(settings: dict[str, Any], artifact: Artifact) -> torch.dtype | Non
 
 def _build(path: Path, settings: dict[str, Any], artifact: Artifact) -> nn.Module:
     """The float model of `config.json`, with any weights; tried without memory against the file first."""
+    auto, config = _check_config(path, settings, artifact)
+    with torch.random.fork_rng(), _NoInitialValues():
+        model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return model
+
+
+def _check_config(path: Path, settings: dict[str, Any], artifact: Artifact) -> tuple[Any, Any]:
+    """The auto class and the config by which transformers builds the model of `artifact`."""
     transformers = _transformers()
     kind, names = settings.get("model_type"), settings.get("architectures")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
@@ -188,15 +202,13 @@ def _build(path: Path, settings: dict[str, Any], artifact: Artifact) -> nn.Modul
         auto = _auto_class(config, names)
         if auto is None:
             raise ArtifactError(f"transformers has no architecture {names!r} for model_type {kind!r}")
-        with torch.random.fork_rng(), _NoInitialValues():
-            with torch.device("meta"):
-                fit(artifact, auto.from_config(config, dtype=torch.float32, trust_remote_code=False))
-            model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        with torch.random.fork_rng(), _NoInitialValues(), torch.device("meta"):
+            fit(artifact, auto.from_config(config, dtype=torch.float32, trust_remote_code=False))
     except BitdialError as problem:
         raise ArtifactError(f"{path} does not fit {WEIGHTS}: {problem}") from problem
     except Exception as problem:  # whatever transformers makes of a config
         raise ArtifactError(f"{path}: transformers cannot build this model: {problem}") from problem
-    return model
+    return auto, config
 
 
 def _auto_class(config: Any, names: Any) -> Any:

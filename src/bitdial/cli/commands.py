@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     test_data_argument(switch)
     switch.set_defaults(run=_switch)
 
-    export_command(commands.add_parser("export", help="an ONNX file of an artifact at one setting"))
+    export_command(commands.add_parser("export", help="an ONNX file at one setting, or a transformers folder"))
     sensitivity_command(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_command(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
     pareto_command(

@@ -36,7 +36,7 @@ def export_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
     )
-    parser.add_argument("--dtype", choices=list(TYPES), default="float32", help="of the inputs (default: %(default)s)")
+    parser.add_argument("--dtype", choices=list(TYPES), help="of the inputs (default: float32)")
     parser.add_argument(
         "--opset",
         type=int,
@@ -47,13 +47,17 @@ def export_command(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
+    of_onnx = {"--bits": options.bits, "--input": options.input, "--opset": options.opset, "--dtype": options.dtype}
+    others = {"--model": options.model} if options.hf is None else of_onnx
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(f"{given[0]} is not for {'--onnx' if options.hf is None else '--hf'}: leave it out")
     if options.hf is not None:
         if options.model is None:
             raise ConfigError("--hf needs --model DIR, the folder of the float model, with its config.json")
         print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
         return
     artifact = read_artifact(options.file)
-    sample = sample_input(options.input, artifact).to(TYPES[options.dtype])
+    sample = sample_input(options.input, artifact).to(TYPES[options.dtype or "float32"])
     done = export_onnx(load(artifact), options.onnx, sample, bits=_plan(options.bits), opset=options.opset)
     kinds = Counter(done.weights.values())
     parts = [f"{count} x {bits} bits as INT{container}" for (bits, container), count in sorted(kinds.items())]
