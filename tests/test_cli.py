@@ -122,6 +122,13 @@ def test_eval_on_the_test_images_of_cifar10(capsys, tmp_path) -> None:
     assert "the folder with CIFAR-10" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["4", "4:8", "", " "])
+def test_a_plan_is_not_named_like_a_width(name, file, capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["search", str(file), "--average-bits", "4", "--name", name, "--store"])
+    assert "cannot name a plan" in capsys.readouterr().err
+
+
 def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
     assert main(["switch", str(file), "--bits", "2"]) == 0
     text = capsys.readouterr().out

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -238,9 +239,11 @@ WRONG: list[tuple[Any, str]] = [
     (BitPlan({"a": 4}), "nothing about 'b'"),
     (BitPlan({"a": 4, "b": 4, "c": 4}), "names 'c'"),
     (BitPlan({"stem": 4}, default=4), "names 'stem'.*'a', 'b'"),
-    (1, "1 is not a bit-width"),
+    (1, "bits: 1 is not a bit-width"),
+    (True, "bits: True is not a bit-width"),
+    ([4, 8], r"bits: \[4, 8\] is not a bit-width; .* or a tuple"),
     ("4", "'4' is not a bit-width and not the name of a stored plan; this model has no stored plans"),
-    (None, "plan"),
+    (None, "bits: None is not a bit-width"),
     ({"a": 4, "b": 4}, "not a bit-width"),
 ]
 
@@ -257,6 +260,13 @@ def test_a_wrong_plan_changes_nothing(net: nn.Module, bits: Any, message: str) -
         pytest.fail("the block must not run")
     assert get_bits(net) == before
     assert norm_bits(net) == (8, 8, 4)
+
+
+@pytest.mark.parametrize("bits", [np.int64(4), np.uint8(4), (np.int32(4), 4)])
+def test_whole_numbers_of_other_kinds_are_widths(net: nn.Module, bits: Any) -> None:
+    set_bits(net, bits)
+    assert get_bits(net) == BitPlan({"a": 4, "b": 4})
+    assert all(type(b) is int for pair in get_bits(net).values() for b in pair)
 
 
 def test_resolve_plan_gives_every_layer_its_bits(net: nn.Module) -> None:

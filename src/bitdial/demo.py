@@ -28,7 +28,7 @@ class DemoOutcome:
 
 def run_demo(out: Path, *, progress: bool = True) -> DemoOutcome:
     """Train on the digits, save, reload and switch; leaves demo.safetensors, demo.json and demo.html in `out`."""
-    outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", progress=progress))
+    outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", progress=progress, replace=True))
     artifact = read_artifact(outcome.artifact)
     live = load(artifact)
     identical, agreement = _compare(outcome, live)

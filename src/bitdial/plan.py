@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, Protocol, cast
 
 from torch import nn
@@ -134,12 +135,14 @@ class BitPlan(Mapping[str, tuple[int, int]]):
 
 def _pair(bits: object, where: str) -> tuple[int, int]:
     pair = bits if isinstance(bits, tuple) else (bits, bits)
-    if len(pair) != 2 or any(type(b) is not int or not 2 <= b <= 8 for b in pair):
+    if len(pair) != 2 or not all(
+        isinstance(b, Integral) and not isinstance(b, bool) and 2 <= int(b) <= 8 for b in pair
+    ):
         raise PlanError(
-            f"{where}: {bits!r} is not a bit-width; give a whole number from 2 to 8, or a pair "
+            f"{where}: {bits!r} is not a bit-width; give a whole number from 2 to 8, or a tuple "
             "(weight bits, activation bits)"
         )
-    return cast(tuple[int, int], pair)
+    return int(pair[0]), int(pair[1])
 
 
 def _short(bits: tuple[int, int]) -> LayerBits:
@@ -164,6 +167,12 @@ def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     if not layers:
         raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
     return layers
+
+
+def is_live(model: nn.Module) -> bool:
+    """Whether `model` is one from `load`, whose layers hold codes: they can be switched, but not trained or saved."""
+    layers = _having(model, "select_bits").values()
+    return any(hasattr(layer, "weight_codes") for layer in layers)
 
 
 def _switchboard(model: nn.Module) -> Board | None:
@@ -196,7 +205,7 @@ def _stored_plan(model: nn.Module, name: str) -> BitPlan:
 
 def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
     """The weight and activation bits that `bits` gives each layer of `choices` ({layer: bit_choices}); checks all."""
-    plan = bits if isinstance(bits, BitPlan) else BitPlan(default=bits)
+    plan = bits if isinstance(bits, BitPlan) else BitPlan(default=_pair(bits, "bits"))
     if unknown := [name for name in plan if name not in choices]:
         raise PlanError(
             f"the plan names {_some(unknown)}, which the model does not have (or keeps in float); "

@@ -24,7 +24,7 @@ from bitdial.nn import (
     WeightQuantizer,
 )
 from bitdial.observe import Batch, LayerInput, find_flow, observe_inputs
-from bitdial.plan import leader_of
+from bitdial.plan import is_live, leader_of
 from bitdial.start import activation_start, weight_scales
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,8 @@ def add_transitions(model: nn.Module, transitions: str = "full") -> nn.Module:
         raise ConfigError("the model's batch norms have transitions already; add them to a model without")
     model = copy.deepcopy(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    if not layers and is_live(model):
+        raise ConfigError("the model is a live one; give one from prepare() or load_trainable(path)")
     norms = {n: m for n, m in model.named_modules() if type(m) is SwitchableBatchNorm}
     if not norms:
         raise ConfigError(

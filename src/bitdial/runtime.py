@@ -144,7 +144,10 @@ def _skeleton(artifact: Artifact) -> nn.Module:
     """The float model that the file names, if it is one of ours; tried without memory before it is built."""
     architecture, layers = artifact.manifest["architecture"], len(artifact.tensors)
     if architecture is None:
-        raise ArtifactError("the file does not say how to build its model; pass one: load(path, model)")
+        raise ArtifactError(
+            "the file is of a model that bitdial does not build; in Python, pass it: load(path, model). Commands need "
+            "a file of a model from build_model()"
+        )
     try:
         name, arguments = architecture["name"], architecture["arguments"]
         if set(architecture) != {"name", "arguments"} or any(arguments.get(k, 1) > layers for k in ("blocks", "depth")):

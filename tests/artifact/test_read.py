@@ -971,7 +971,7 @@ def test_the_users_model_stays_as_it_is(
 
 
 def test_a_file_without_architecture_needs_a_model(saved: Callable[..., Path]) -> None:
-    with pytest.raises(ArtifactError, match=r"pass one: load\(path, model\)"):
+    with pytest.raises(ArtifactError, match=r"pass it: load\(path, model\)"):
         load(saved())
 
 

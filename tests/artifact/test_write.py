@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import BitPlan, QuantConfig, build_model, load, load_trainable, prepare, read_artifact, save, set_bits
-from bitdial.errors import ArtifactError, BitdialError, PlanError
+from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
+from bitdial.prepare import add_transitions
 
 PLANS = {
     "mixed": BitPlan({"conv": 8, "depth": (4, 8), "left": 2, "right": (2, 6)}),
@@ -178,8 +179,10 @@ def test_a_live_model(saved: Callable[..., Path], small: Callable[..., nn.Module
     path = saved()
     before = path.read_bytes()
     live = load(path, small())
-    with pytest.raises(ArtifactError, match=r"prepare\(\)"):
+    with pytest.raises(ArtifactError, match=r"live one; .* prepare\(\) or load_trainable"):
         save(live, path)
+    with pytest.raises(ConfigError, match=r"live one; .* load_trainable"):
+        add_transitions(live)
     assert path.read_bytes() == before
     save(load_trainable(path, small()), path)  # whereas this is how to go on
 

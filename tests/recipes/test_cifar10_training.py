@@ -332,7 +332,7 @@ def test_history_has_the_accuracy_of_every_epoch(tmp_path: Path, tiny: None) -> 
 def test_without_history_the_test_set_is_looked_at_once(tmp_path: Path, tiny: None) -> None:
     write_images(tmp_path)
     with_it = resnet20(tmp_path, history=tmp_path / "history.json")
-    without = resnet20(tmp_path)
+    without = resnet20(tmp_path, replace=True)
     assert "top1" in with_it.history.rows[0]
     assert "top1" not in without.history.rows[0]
     for name, value in with_it.model.state_dict().items():

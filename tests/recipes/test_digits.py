@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bitdial.artifact import read_artifact
+from bitdial.cli import main
 from bitdial.errors import CheckpointError, ConfigError
 from bitdial.models import build_model
 from bitdial.recipes import RecipeOptions
@@ -41,7 +42,8 @@ def test_recipe_holds_images_out_if_told_to(tmp_path) -> None:
     assert sum(len(y) for _, y in outcome.test) == 401
     assert read_artifact(outcome.artifact).metrics["holdout"] is True
     (tmp_path / "float-holdout.ckpt").touch()  # a whole run does not go on from what a held-out run left
-    assert read_artifact(digits(RecipeOptions(out=tmp_path, **options)).artifact).metrics["holdout"] is False
+    whole = digits(RecipeOptions(out=tmp_path, replace=True, **options))
+    assert read_artifact(whole.artifact).metrics["holdout"] is False
 
 
 def test_recipe_leaves_the_artifact_and_no_checkpoint(tmp_path) -> None:
@@ -50,6 +52,18 @@ def test_recipe_leaves_the_artifact_and_no_checkpoint(tmp_path) -> None:
     assert set(outcome.top1) == {4, 2}
     assert outcome.history.rows[-1]["top1"] == {str(b): v for b, v in outcome.top1.items()}
     assert outcome.top1[4] > 0.3  # chance is 0.1
+
+
+def test_a_finished_run_is_not_overwritten(tmp_path, capsys) -> None:
+    command = ["train", "digits", "--epochs", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    before = (tmp_path / "digits.safetensors").read_bytes()
+    for again in (command, [*command, "--seed", "1"]):
+        assert main(again) == 1
+        assert "digits.safetensors is there already" in capsys.readouterr().err
+        assert (tmp_path / "digits.safetensors").read_bytes() == before
+    assert main([*command, "--seed", "1", "--replace"]) == 0
+    assert (tmp_path / "digits.safetensors").read_bytes() != before
 
 
 def test_float_stage_is_taken_from_its_checkpoint(tmp_path) -> None:

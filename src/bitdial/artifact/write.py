@@ -23,7 +23,7 @@ from bitdial.errors import ArtifactError, PlanError
 from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.packing import pack_bytes
-from bitdial.plan import BitPlan, resolve_plan, unwrap
+from bitdial.plan import BitPlan, is_live, resolve_plan, unwrap
 from bitdial.sensitivity import Sensitivity
 
 
@@ -43,6 +43,8 @@ def save(
     """
     model = unwrap(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    if not layers and is_live(model):
+        raise ArtifactError("the model is a live one; save takes one from prepare() or load_trainable(path)")
     if not layers:
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
     tensors: dict[str, Tensor] = {}

@@ -55,6 +55,13 @@ def bits_setting(text: str) -> LayerBits | str:
     return text
 
 
+def plan_name(text: str) -> str:
+    """A name by which --bits finds a plan: none that it would take for a width."""
+    if not text.strip() or not isinstance(bits_setting(text), str):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot name a plan: --bits would take it for a width, or nothing")
+    return text
+
+
 def shape(text: str) -> tuple[int, ...]:
     """The shape of one input, such as 3x32x32."""
     return tuple(positive(part) for part in text.split("x"))

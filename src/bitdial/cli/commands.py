@@ -114,7 +114,8 @@ def _live_arguments(command: argparse.ArgumentParser) -> None:
 def _train_command(train: argparse.ArgumentParser) -> None:
     """The options of `train`; their names and defaults are those of RecipeOptions."""
     train.add_argument("recipe", choices=list(RECIPES), help="which recipe")
-    train.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the artifact")
+    train.add_argument("--out", type=Path, required=True, help="folder for the artifact, and checkpoints until then")
+    train.add_argument("--replace", action="store_true", help="train again although the artifact is there")
     train.add_argument("--data", type=Path, help="folder with the data set, for recipes that need one (default: data)")
     train.add_argument(
         "--holdout",

@@ -11,7 +11,7 @@ import torch
 
 from bitdial import plots
 from bitdial.artifact import Artifact, amend, read_artifact
-from bitdial.cli.arguments import file_argument, layer_list, pin, positive, seed, shape
+from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seed, shape
 from bitdial.cli.data import fitting, held_out_data, latency_table, sample_input, training_data, was_trained_on
 from bitdial.cli.tables import bits_text, number, percent, show_table
 from bitdial.container import write_json
@@ -74,7 +74,7 @@ def search_command(search: argparse.ArgumentParser) -> None:
     )
     search.add_argument("--out", type=Path, help="JSON file for the plans")
     search.add_argument("--store", action="store_true", help="store the plans in the file, by the names in the table")
-    search.add_argument("--name", help="of the plan, instead of one made from its budgets")
+    search.add_argument("--name", type=plan_name, help="of the plan, instead of one made from its budgets")
     search.set_defaults(run=_search)
 
 

@@ -22,7 +22,7 @@ from bitdial.recipes.cifar10_training import (
     run_device,
     where_it_ran,
 )
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, run_name, settings_of
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, refuse_finished, run_name, settings_of
 from bitdial.runtime import load_trainable
 from bitdial.search import Candidate, candidates, evaluate_plans, require_highspy
 from bitdial.sensitivity import Sensitivity
@@ -55,6 +55,9 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
     start = _read_start(recipe, options)
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=EPOCHS, lr=LR, batch=BATCH)
     settings["bit_choices"] = start.bit_choices
+    run = run_name(f"mixed-{start.digest[:8]}", changed)
+    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
+    refuse_finished(artifact, checkpoint, options)
     device = run_device()
     config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))
     images, held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
@@ -63,8 +66,6 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         before = load_trainable(start).to(device)
         sensitivity = start.sensitivity or _sensitivity(before, images, options)
         model = before if options.transitions == "none" else add_transitions(before, options.transitions)
-        run = run_name(f"mixed-{start.digest[:8]}", changed)
-        checkpoint = options.out / f"{run}.ckpt"
         history = train(
             model,
             augmented(images, settings["batch"], options.seed, cutout=options.cutout),
@@ -78,7 +79,6 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         top1 = evaluate(model, test, start.bit_choices)
         measured = evaluate_plans(model, found, test, accuracy, progress=options.progress)
-    artifact = options.out / f"{run}.safetensors"
     metrics = {
         "recipe": recipe,
         "holdout": options.holdout,

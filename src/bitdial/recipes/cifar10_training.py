@@ -22,6 +22,7 @@ from bitdial.recipes.outcome import (
     RecipeOptions,
     RecipeOutcome,
     add_result,
+    refuse_finished,
     run_name,
     settings_of,
     write_history,
@@ -63,6 +64,10 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         raise ConfigError(f"--start-from and --sampling are for the recipe cifar10-{network}-mixed")
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
+    recipe = f"cifar10-{network}"
+    run = run_name(options.name or recipe, changed)
+    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
+    refuse_finished(artifact, checkpoint, options)
     device = run_device()
     quant = QuantConfig(**settings_of(QuantConfig, settings))
     config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))
@@ -74,9 +79,6 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     if options.teacher is not None:
         teacher = float_network(options.teacher, images, settings, options.out)
     model = prepare(float_model, quant, images[0][:1024])
-    recipe = f"cifar10-{network}"
-    run = run_name(options.name or recipe, changed)
-    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
     data = augmented(images, settings["batch"], options.seed, cutout=options.cutout)
     history = train(
         model,

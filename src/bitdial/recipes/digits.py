@@ -9,7 +9,7 @@ from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
 from bitdial.prepare import prepare
 from bitdial.recipes.float_training import train_float
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, run_name, settings_of
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, refuse_finished, run_name, settings_of
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 
 TEST_IMAGES = 500
@@ -61,6 +61,8 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
     test = batched(x_test, y_test)
     float_checkpoint = options.out / ("float-holdout.ckpt" if options.holdout else "float.ckpt")
     joint_checkpoint = options.out / f"{run_name('joint', changed)}.ckpt"
+    artifact = options.out / f"{options.name or 'digits'}.safetensors"
+    refuse_finished(artifact, joint_checkpoint, options)
 
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
@@ -85,7 +87,6 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
         "float_top1": float_top1,
         "top1": {str(b): v for b, v in top1.items()},
     }
-    artifact = options.out / f"{options.name or 'digits'}.safetensors"
     save(model, artifact, metrics=metrics)
     for checkpoint in (float_checkpoint, joint_checkpoint):  # the artifact is safe: nothing to go on from
         checkpoint.unlink()

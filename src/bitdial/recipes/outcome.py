@@ -19,14 +19,14 @@ from bitdial.train import History, TrainConfig
 
 TEACHERS = ("resnet56",)
 NORM_FORMS = (*TRANSITIONS, "none")
-_NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress")
+_NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress", "replace")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """What the command line may override; None keeps the recipe's own value.
 
-    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first eight are settings: they
+    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first nine are settings: they
     decide what comes out, so they are in the names of a run's files.
     """
 
@@ -38,6 +38,7 @@ class RecipeOptions:
     history: Path | None = None  # becomes the run's history
     command: str | None = None  # what was typed, for the result row
     progress: bool = True
+    replace: bool = False  # train again although the artifact is there
 
     holdout: bool = False
     seed: int = 0
@@ -107,6 +108,15 @@ class RecipeOptions:
         given = {name: getattr(self, name) for name in defaults}
         settings = {name: defaults[name] if value is None else value for name, value in given.items()}
         return settings, {name: value for name, value in settings.items() if value != defaults[name]}
+
+
+def refuse_finished(artifact: Path, checkpoint: Path, options: RecipeOptions) -> None:
+    """ConfigError if what the run would write is there, and no checkpoint to go on from: it would be lost."""
+    if artifact.exists() and not checkpoint.exists() and not options.replace:
+        raise ConfigError(
+            f"{artifact} is there already: this run is finished, or another one has its name; train it again with "
+            "--replace, or choose another --out"
+        )
 
 
 def settings_of(kind: type[Config], settings: dict[str, Any]) -> dict[str, Any]:
