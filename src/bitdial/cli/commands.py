@@ -286,8 +286,6 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _load_live(artifact: Artifact, options: argparse.Namespace) -> nn.Module:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave it out to run on the CPU")
     return load(artifact, device=options.device, kernels=options.kernels)
 
 
