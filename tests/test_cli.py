@@ -147,6 +147,8 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
         (["eval", "FILE", "--data", "FILE"], "not an .npz file"),
         (["eval", "FILE", "--data", "SHAPE"], "does not fit the model"),
         (["eval", "FILE", "--data", "LABELS"], "targets of shape"),
+        (["eval", "FILE", "--data", "BYTES"], "x is uint8; give float32, scaled as in training"),
+        (["eval", "FILE", "--data", "ARRAY"], "give an .npz file"),
         (["train", "digits", "--out", "OUT", "--recalibrate", "2"], "takes no --recalibrate"),
         (["train", "digits", "--out", "OUT", "--data", "OUT"], "takes no --data"),
         (["train", "digits", "--out", "OUT", "--epochs", "1", "--lr", "-1"], "lr=-1.0 must be a positive number"),
@@ -155,7 +157,10 @@ def test_switch_times_each_width_and_evaluates(file, capsys) -> None:
 def test_wrong_input_is_explained_on_stderr(file, capsys, tmp_path, command, words) -> None:
     np.savez(tmp_path / "shape.npz", x=np.zeros((4, 3, 9), np.float32), y=np.zeros(4, np.int64))
     np.savez(tmp_path / "labels.npz", x=np.zeros((4, 1, 8, 8), np.float32), y=np.zeros((4, 2), np.int64))
-    places = {"FILE": file, "SHAPE": tmp_path / "shape.npz", "LABELS": tmp_path / "labels.npz", "OUT": tmp_path / "o"}
+    np.savez(tmp_path / "bytes.npz", x=np.zeros((4, 1, 8, 8), np.uint8), y=np.zeros(4, np.int64))
+    np.save(tmp_path / "array.npy", np.zeros((4, 1, 8, 8), np.float32))
+    files = {"SHAPE": "shape.npz", "LABELS": "labels.npz", "BYTES": "bytes.npz", "ARRAY": "array.npy", "OUT": "o"}
+    places = {"FILE": file, **{name: tmp_path / path for name, path in files.items()}}
     assert main([str(places.get(part, part)) for part in command]) == 1
     captured = capsys.readouterr()
     assert words in captured.err
@@ -177,6 +182,13 @@ def test_wrong_usage_exits_with_2(capsys, command) -> None:
     with pytest.raises(SystemExit) as stop:
         main(command)
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize("bits", ["8,,4", "", "8;4", "8,x", "8,4.0"])
+def test_what_bits_look_like(capsys, bits) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "digits", "--out", "x", "--bits", bits])
+    assert f"{bits!r} is not widths with commas between them, such as 8,6,4,2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bitdial import container
-from bitdial.container import read_container, write_container
-from bitdial.errors import ArtifactError, BitdialError, CheckpointError
+from bitdial.container import check_folder, check_target, read_container, write_container
+from bitdial.errors import ArtifactError, BitdialError, CheckpointError, ConfigError
 
 DTYPES = {
     torch.bool: "BOOL",
@@ -554,3 +554,34 @@ def test_reading_while_the_file_is_being_replaced(tmp_path: Path) -> None:
     finally:
         stop.set()
         replacer.join()
+
+
+# --- places to write at ---------------------------------------------------------------------------
+
+
+def test_places_that_are_there_or_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for folder in (tmp_path, tmp_path / "a" / "b", Path(), Path("a/b")):
+        check_folder("--out", folder)
+        check_target("--results", folder / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"], "nothing is made"
+
+
+def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for place in ("file", "link"):
+        for folder in (tmp_path / place, tmp_path / place / "a" / "b"):
+            with pytest.raises(ConfigError, match=rf"--out .*{place}.* is not a folder"):
+                check_folder("--out", folder)
+            with pytest.raises(ConfigError, match=rf"--results .*{place}.* is not a folder"):
+                check_target("--results", folder / "a.json")
+    with pytest.raises(ConfigError, match=r"--results .*: this is a folder; name a file"):
+        check_target("--results", tmp_path)
+
+
+def test_a_folder_that_may_not_be_written_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=r"--out .*a: you may not write in"):
+        check_folder("--out", tmp_path / "a")

@@ -42,6 +42,7 @@ SAME_LEVEL = {
     ("kernel_choice", "artifact"),
     ("runtime", "kernel_choice"),
     ("report", "plots"),
+    ("demo", "plots"),
     ("demo", "recipes"),
     ("demo", "report"),
     ("mixed_demo", "plots"),

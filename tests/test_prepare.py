@@ -331,6 +331,12 @@ def test_one_layer_is_enough_if_it_may_be_quantised() -> None:
     assert quantised(prepare(nn.Sequential(nn.Linear(6, 6)), config, ROWS)) == ["0"]
 
 
+@pytest.mark.parametrize("config", [None, {"bit_choices": (8, 4)}, QuantConfig], ids=str)
+def test_a_config_of_another_type_is_refused(config: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a QuantConfig, got "):
+        prepare(Net(), config, randn(2, 2, 6, 6))
+
+
 def test_a_prepared_model_is_not_prepared_again() -> None:
     with pytest.raises(ConfigError, match="prepared already"):
         prepare(prepare(Net(), QUICK, IMAGES), QUICK, IMAGES)

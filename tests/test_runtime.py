@@ -28,7 +28,7 @@ from bitdial import (
     save,
     set_bits,
 )
-from bitdial.errors import BitdialError, PlanError, QuantizationError
+from bitdial.errors import BitdialError, ConfigError, PlanError, QuantizationError
 from bitdial.nn import PackedLayer, QuantLayer
 
 SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
@@ -590,6 +590,38 @@ def test_to_a_device(tmp_path: Path) -> None:
         before = live(x)
         assert live.to(torch.device("cpu")) is live
         assert torch.equal(live(x), before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")], ids=str)
+def test_a_gpu_that_is_not_there(tmp_path: Path, device: Any) -> None:
+    save(trained(Net(), images(), steps=1), tmp_path / "m")
+    with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
+        load(tmp_path / "m", Net(), device=device)
+
+
+def test_one_gpu_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    save(trained(model, images(), steps=1), tmp_path / "m")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device cuda:2: PyTorch finds 2 GPUs here, counted from 0"):
+        load(tmp_path / "m", model, device="cuda:2")
+
+
+@pytest.mark.parametrize("device", ["gpu", "", None, 1.5], ids=str)
+def test_what_is_no_device(tmp_path: Path, device: Any) -> None:
+    save(trained(Net(), images(), steps=1), tmp_path / "m")
+    with pytest.raises(ConfigError, match="is not a device"):
+        load(tmp_path / "m", Net(), device=device)
+
+
+@pytest.mark.parametrize("loader", [load, load_trainable])
+@pytest.mark.parametrize(("model", "words"), [(Net, "got the class Net; make one"), ("net", "got str")], ids=str)
+def test_what_is_no_model(tmp_path: Path, loader: Any, model: Any, words: str) -> None:
+    save(trained(Net(), images(), steps=1), tmp_path / "m")
+    with pytest.raises(ConfigError, match=words):
+        loader(tmp_path / "m", model)
 
 
 def test_state_dict_round_trip(tmp_path: Path) -> None:

@@ -92,6 +92,22 @@ def replacing(path: Path, *, error: type[BitdialError]) -> Iterator[Path]:
         _flush(path.parent)
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Raise ConfigError unless files can be written in `folder`, which need not be there: for long work before that."""
+    place = next((p for p in (folder, *folder.parents) if os.path.lexists(p)), Path())
+    if not os.path.isdir(place):
+        raise ConfigError(f"{name} {folder}: {place} is not a folder; choose another place")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name} {folder}: you may not write in {place}; choose another place")
+
+
+def check_target(name: str, path: Path) -> None:
+    """Raise ConfigError unless a file can be written at `path`: for long work before that."""
+    if os.path.isdir(path):
+        raise ConfigError(f"{name} {path}: this is a folder; name a file, such as {path / 'file.json'}")
+    check_folder(name, path.parent)
+
+
 def write_json(path: str | os.PathLike[str], values: Any) -> None:
     """Write JSON `values` to `path` atomically; BitdialError if that fails."""
     with replacing(Path(path), error=BitdialError) as temporary:

@@ -11,6 +11,7 @@ from bitdial.container import write_json
 from bitdial.errors import ArtifactError
 from bitdial.exact import code_exact
 from bitdial.plan import set_bits
+from bitdial.plots import require_matplotlib
 from bitdial.recipes import RECIPES, RecipeOptions, RecipeOutcome
 from bitdial.report import demo_report
 from bitdial.runtime import load
@@ -28,6 +29,7 @@ class DemoOutcome:
 
 def run_demo(out: Path, *, progress: bool = True) -> DemoOutcome:
     """Train on the digits, save, reload and switch; leaves demo.safetensors, demo.json and demo.html in `out`."""
+    require_matplotlib()
     outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", progress=progress, replace=True))
     artifact = read_artifact(outcome.artifact)
     live = load(artifact)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bitdial.artifact import save
 from bitdial.config import QuantConfig
-from bitdial.container import write_json
+from bitdial.container import check_folder, write_json
 from bitdial.cost import measure_costs
 from bitdial.errors import ArtifactError
 from bitdial.hessian import hessian_trace
@@ -61,6 +61,7 @@ def run_mixed_demo(
     """
     require_highspy()
     require_matplotlib()
+    check_folder("--out", out)
     x, y, x_held, y_held = digits_data(holdout=True)
     data = ArrayData(x, y, batch_size=64, augment=Shift(pixels=1))
     held_out = batched(x_held, y_held)

@@ -50,6 +50,11 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     batches. It sets the order of execution (which decides the first and last layer), the kind and starting scales of
     the activations and which layer each batch norm follows. The result is set to the highest width.
     """
+    if not isinstance(config, QuantConfig):
+        raise ConfigError(
+            f"prepare's second argument must be a QuantConfig, got {type(config).__name__}; QuantConfig() has the "
+            "defaults, QuantConfig.from_dict takes a dict"
+        )
     batches = list(calibration) if isinstance(calibration, list) else [cast(Batch, calibration)]
     if not batches:
         raise ConfigError("calibration is empty; pass at least one batch of inputs")

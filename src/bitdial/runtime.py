@@ -75,7 +75,7 @@ def load_into(
     master: str = "device",
 ) -> nn.Module:
     """`load`, but `model` itself becomes the live model, where a copy of it would take too much memory."""
-    device = torch.device(device)
+    device = _usable(device)
     kernels = choose_kernels(artifact, device, dtype, kernels)
     offered = check_offer(artifact, kernels, bit_choices, master)
 
@@ -95,7 +95,25 @@ def load_into(
     return IntegerModel(live) if kernels == "integer" else live
 
 
+def _usable(device: str | torch.device) -> torch.device:
+    """`device`, if this machine has it."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as problem:
+        raise ConfigError(f"device={device!r} is not a device; give 'cpu' or 'cuda'") from problem
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {found}: PyTorch finds no GPU here; leave it out to run on the CPU")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {found}: PyTorch finds {torch.cuda.device_count()} GPUs here, counted from 0")
+    return found
+
+
 def _copy_of(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}; make one: " if isinstance(model, type) else f"{type(model).__name__}; "
+        raise ConfigError(
+            f"the model must be a float nn.Module of the architecture that was saved, got {what}load(path, Net())"
+        )
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
     return copy.deepcopy(model)

@@ -48,6 +48,42 @@ def test_a_file_of_the_users_is_taken_whole(tmp_path: Path) -> None:
     assert y.tolist() == [0, 1, 2, 3]
 
 
+X, Y = np.ones((4, 2), np.float32), np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (X.astype(np.uint8), Y, "x is uint8; give float32, scaled as in training"),
+        (X.astype(np.complex64), Y, "x is complex64"),
+        (X.astype(bool), Y, "x is bool"),
+        (X, Y.astype(np.float32), "y is float32"),
+        (X, Y - 1, "y has the label -1"),
+        (X, Y[:3], r"x of shape \(4, 2\) and y of shape \(3,\)"),
+        (X[:0], Y[:0], r"x of shape \(0, 2\)"),
+        (X[0, 0], Y[0], r"x of shape \(\)"),
+    ],
+)
+def test_arrays_that_would_be_misread_are_refused(tmp_path: Path, x: np.ndarray, y: np.ndarray, words: str) -> None:
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    with pytest.raises(ConfigError, match=words):
+        held_out_data(str(tmp_path / "a.npz"), made_by())
+
+
+@pytest.mark.parametrize(("x_type", "y_type"), [("float16", "uint8"), ("float64", "int32"), (">f4", ">i8")])
+def test_other_floats_and_integers_are_taken(tmp_path: Path, x_type: str, y_type: str) -> None:
+    np.savez(tmp_path / "a.npz", x=X.astype(x_type), y=Y.astype(y_type))
+    x, y = held_out_data(str(tmp_path / "a.npz"), made_by())
+    assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
+    assert (x.tolist(), y.tolist()) == (X.tolist(), Y.tolist())
+
+
+def test_a_single_array_is_refused_with_advice(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", X)
+    with pytest.raises(ConfigError, match="this is one array; give an"):
+        held_out_data(str(tmp_path / "a.npy"), made_by())
+
+
 @pytest.mark.parametrize(
     ("choice", "metrics", "expected"),
     [

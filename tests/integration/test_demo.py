@@ -1,12 +1,39 @@
 """The demo as the README has it: the whole path, and every promise it makes."""
 
 import json
+import sys
 
 import pytest
 
 import bitdial
+import bitdial.mixed_demo
+from bitdial.cli import main
 from bitdial.demo import run_demo
 from bitdial.recipes.digits import digits_test
+
+
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "report"), ("sklearn", "demo")])
+def test_what_is_missing_is_said_before_anything_trains(tmp_path, monkeypatch, capsys, package, extra) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    monkeypatch.setattr(
+        sys.modules["bitdial.recipes.digits"], "train_float", lambda *_, **__: pytest.fail("it trained first")
+    )
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert f"pip install 'bitdial[{extra}]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"), [("bitdial.recipes.digits", ["demo"]), ("bitdial.mixed_demo", ["demo", "--mixed"])]
+)
+def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(
+    tmp_path, monkeypatch, capsys, module, arguments
+) -> None:
+    pytest.importorskip("highspy")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys.modules[module], "train_float", lambda *_, **__: pytest.fail("it trained first"))
+    assert main([*arguments, "--out", str(tmp_path / "file")]) == 1
+    assert "is not a folder; choose another place" in capsys.readouterr().err
 
 
 @pytest.mark.slow

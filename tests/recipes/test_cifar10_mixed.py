@@ -87,6 +87,7 @@ def test_end_to_end(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"sampling": "none", "start_from": None, "sigma_warmup": 10}, "--start-from FILE"),
         ({"holdout": True}, "was trained without --holdout"),
+        ({"cutout": 99}, "--cutout 99: the images are 32 x 32"),
         ({"bit_choices": (8, 2)}, r"the widths of .* are \(4, 3, 2\)"),
         ({"scheme": "nested", "recalibrate": 3}, "--scheme, --recalibrate: not for a run that starts from a file"),
     ],

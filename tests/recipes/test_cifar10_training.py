@@ -246,6 +246,9 @@ CONFLICTS: list[tuple[str, str]] = [
     ("--teacher resnet56", "--teacher needs --distill teacher"),
     ("--scale-lr -1", "scale_lr=-1.0 must be a positive number"),
     ("--distill teacher --distill-weight 2", "distill_weight=2.0 must lie between 0 and 1"),
+    ("--cutout 32", "--cutout 32: the images are 32 x 32; give less than 32"),
+    ("--results .", "--results .: this is a folder"),
+    ("--history .", "--history .: this is a folder"),
 ]
 
 

@@ -69,6 +69,26 @@ def test_conflicts_are_refused(settings: dict[str, Any], words: str) -> None:
         RecipeOptions(out=Path("out"), **settings)
 
 
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ({"out": "file"}, r"--out .*file is not a folder"),
+        ({"results": "folder"}, r"--results .*folder: this is a folder"),
+        ({"history": "folder"}, r"--history .*folder: this is a folder"),
+        ({"history": "file/history.json"}, r"--history .*file is not a folder"),
+        ({"results": "file"}, r"file is not a list of results"),
+    ],
+    ids=str,
+)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, places: dict[str, str], words: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(ConfigError, match=words):
+        RecipeOptions(**{"out": tmp_path, **{name: tmp_path / place for name, place in places.items()}})
+
+
 # --- rows ---------------------------------------------------------------------------------------
 
 

@@ -307,6 +307,29 @@ def test_teacher_and_setting_go_together() -> None:
             distiller(kind, teacher=Fixed(OTHERS), samples=2)
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (3, 3), (2, 1, 3), (1, 3)])
+def test_a_teacher_of_another_shape(shape: tuple[int, ...]) -> None:
+    teaching = distiller("teacher", teacher=Fixed(torch.zeros(shape)))
+    teaching.begin(torch.zeros(2))
+    with pytest.raises(TrainingError, match=r"the teacher's outputs have shape .*, the model's \(2, 3\)"):
+        teaching.loss(HARD, LOGITS, highest=True, index=None)
+
+
+def test_a_teacher_that_returns_no_tensor() -> None:
+    teacher = Fixed(OTHERS)
+    teacher.register_forward_hook(lambda module, inputs, output: {"logits": output})
+    with pytest.raises(TrainingError, match="a teacher that returns one tensor of logits, got dict"):
+        distiller("teacher", teacher=teacher).begin(torch.zeros(2))
+
+
+def test_a_model_is_not_its_own_teacher(make_model: Callable[..., nn.Module]) -> None:
+    model = make_model()
+    for teacher in (model, nn.DataParallel(model)):
+        with pytest.raises(ConfigError, match="the teacher is the model itself"):
+            JointStep(model, TrainConfig(epochs=1, distill="teacher"), steps_per_epoch=1, teacher=teacher)
+    assert all(parameter.requires_grad for parameter in model.parameters()), "it is not frozen"
+
+
 def test_progressive_needs_the_number_of_samples() -> None:
     with pytest.raises(ConfigError, match="samples"):
         distiller("progressive")

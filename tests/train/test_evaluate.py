@@ -1,14 +1,16 @@
 """Accuracy by hand, and norm statistics against the plain mean over batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from bitdial.config import QuantConfig
 from bitdial.errors import PlanError, QuantizationError, TrainingError
 from bitdial.plan import BitPlan, get_bits, set_bits
+from bitdial.prepare import prepare
 from bitdial.train.config import TrainConfig
 from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
 from bitdial.train.steps import JointStep
@@ -228,6 +230,62 @@ def test_an_error_gives_momentum_mode_and_setting_back(trained: nn.Module) -> No
     assert all(m.momentum is not None for m in trained.modules() if isinstance(m, nn.BatchNorm2d))
     assert get_bits(trained) == MIXED
     assert not any(module.training for module in trained.modules())
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt, which pytest would take as its own."""
+
+
+def interrupted(batch: Tensor) -> Iterator[Tensor]:
+    yield batch
+    raise Interrupted
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("bad", ["NaN", "infinity", "shape", "tuple", "interrupt"])
+def test_an_error_in_the_middle_leaves_all_as_it_was(
+    trained: nn.Module, make_images: MakeImages, bad: str, training: bool
+) -> None:
+    trained.train(training)
+    before = {n: v.clone() for n, v in trained.state_dict().items()}
+    norms = {n: m for n, m in trained.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    momenta = {n: m.momentum for n, m in norms.items()}
+    good = make_images(8)[0]
+    odd = good.clone()
+    odd[3, 1, 2, 2] = float("nan" if bad == "NaN" else "inf")
+    cases: dict[str, tuple[type[BaseException], str | None, Any]] = {
+        "NaN": (QuantizationError, "batch 2 holds NaN or infinity", [good, odd]),
+        "infinity": (QuantizationError, "batch 2 holds NaN or infinity", [good, odd]),
+        "shape": (RuntimeError, "channels", [good, torch.zeros(2, 5, 4, 4)]),
+        "tuple": (QuantizationError, "norm 'norm0': its new statistics", [good, (odd,)]),
+        "interrupt": (Interrupted, None, interrupted(good)),
+    }
+    error, words, batches = cases[bad]
+    with pytest.raises(error, match=words):
+        recalibrate_norms(trained, batches, 4)
+    assert [n for n, v in trained.state_dict().items() if not torch.equal(v, before[n])] == []
+    assert momenta == {n: m.momentum for n, m in norms.items()}
+    assert {module.training for module in trained.modules()} == {training}
+
+
+class Masked(nn.Module):
+    """Images and an additive mask of them, of which minus infinity hides a value."""
+
+    def __init__(self, images: nn.Module) -> None:
+        super().__init__()
+        self.images, self.middle, self.last = images, nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.last(self.middle(self.images(x * mask.exp())))
+
+
+def test_a_mask_may_hold_infinity(make_float: Callable[..., nn.Module], make_images: MakeImages) -> None:
+    x = make_images(8)[0]
+    mask = torch.zeros_like(x)
+    mask[:, 0] = -float("inf")
+    model = prepare(Masked(make_float()), QuantConfig(), (x, mask))
+    recalibrate_norms(model, [(x, mask), {"x": x, "mask": mask}], 8)
+    assert int(model.images.norm1.sets["8"].num_batches_tracked) == 2
 
 
 def test_no_batches_is_an_error_that_leaves_the_statistics(trained: nn.Module) -> None:

@@ -18,8 +18,8 @@ def test_data_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         metavar="DATA",
-        help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x and y "
-        "(default: the test set of the recipe that made the file)",
+        help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x (float, as in training) "
+        "and y (class numbers) (default: the test set of the recipe that made the file)",
     )
 
 
@@ -41,9 +41,12 @@ def seed(text: str) -> int:
 
 def bit_list(text: str) -> tuple[int, ...]:
     """Widths such as 8,6,4,2."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not widths with commas between them, such as 8,6,4,2")
     try:
-        return check_bit_choices(tuple(int(part) for part in text.split(",")))
-    except (ValueError, ConfigError) as problem:
+        return check_bit_choices(tuple(map(int, parts)))
+    except ConfigError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from problem
 
 

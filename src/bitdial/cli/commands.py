@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
@@ -278,7 +277,8 @@ def _train(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live, data = _load_live(artifact, options), test_data(options.data, artifact)
+    live = load(artifact, device=options.device, kernels=options.kernels)
+    data = test_data(options.data, artifact)
     rows = []
     for setting in options.bits or artifact.bit_choices:
         set_bits(live, _resolve(setting, artifact))
@@ -286,15 +286,10 @@ def _eval(options: argparse.Namespace) -> None:
     show_table(str(options.file), ["setting", "accuracy"], rows)
 
 
-def _load_live(artifact: Artifact, options: argparse.Namespace) -> nn.Module:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave it out to run on the CPU")
-    return load(artifact, device=options.device, kernels=options.kernels)
-
-
 def _switch(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    live, target = _load_live(artifact, options), _resolve(options.bits, artifact)
+    live = load(artifact, device=options.device, kernels=options.kernels)
+    target = _resolve(options.bits, artifact)
     wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     rows = []
     for start in artifact.bit_choices:

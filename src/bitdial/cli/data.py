@@ -4,8 +4,10 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from bitdial.recipes.cifar10 import Split, cifar10_data, cifar10_test
 from bitdial.recipes.digits import digits_data
 from bitdial.train import accuracy, batched
 
+Array = npt.NDArray[Any]
 Batches = list[tuple[Tensor, Tensor]]
 
 
@@ -103,14 +106,31 @@ def latency_table(path: Path) -> dict[str, dict[LayerBits, float]]:
 
 
 def _npz_data(path: Path) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of the user's; values are taken as they are, so x must be what the model was trained on."""
+    x, y = _read_npz(path)
+    if x.dtype.kind != "f":
+        raise ConfigError(f"--data {path}: x is {x.dtype}; give float32, scaled as in training")
+    if y.dtype.kind not in "iu":
+        raise ConfigError(f"--data {path}: y is {y.dtype}; give the number of each sample's class, as int64")
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or len(x) == 0:
+        raise ConfigError(f"--data {path}: x of shape {x.shape} and y of shape {y.shape} are not samples and labels")
+    labels = y.astype(np.int64)
+    if labels.size and labels.min() < 0:
+        raise ConfigError(f"--data {path}: y has the label {labels.min()}; classes are counted from 0")
+    return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(labels)
+
+
+def _read_npz(path: Path) -> tuple[Array, Array]:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            x, y = torch.from_numpy(arrays["x"]).float(), torch.from_numpy(arrays["y"]).long()
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            raise ConfigError(f"--data {path}: this is one array; give an .npz file: numpy.savez('data.npz', x=x, y=y)")
+        with content as arrays:
+            return arrays["x"], arrays["y"]
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as problem:
         raise ConfigError(f"--data {path}: not an .npz file with arrays x and y ({problem})") from problem
-    if len(x) != len(y) or len(x) == 0:
-        raise ConfigError(f"--data {path}: x has {len(x)} samples and y {len(y)}")
-    return x, y
 
 
 def accuracy_on(live: nn.Module, data: Batches, device: str = "cpu") -> float:

@@ -41,8 +41,8 @@ def sensitivity_command(sensitivity: argparse.ArgumentParser) -> None:
     sensitivity.add_argument(
         "--data",
         metavar="DATA",
-        help="training data: digits, the folder with CIFAR-10, or an .npz with arrays x and y "
-        "(default: the recipe's that made the file)",
+        help="training data: digits, the folder with CIFAR-10, or an .npz with arrays x (float, as in training) "
+        "and y (class numbers) (default: the recipe's that made the file)",
     )
     sensitivity.add_argument("--images", type=positive, default=1000, help="how many, at random (default: %(default)s)")
     sensitivity.add_argument(
@@ -85,7 +85,8 @@ def pareto_command(pareto: argparse.ArgumentParser) -> None:
         "--data",
         metavar="DATA",
         help="held-out data to measure plans on, never the test set: digits or the folder with CIFAR-10 (both: what "
-        "--holdout keeps out of training), or an .npz with arrays x and y (default: the recipe's that made the file)",
+        "--holdout keeps out of training), or an .npz with arrays x (float, as in training) and y (class numbers) "
+        "(default: the recipe's that made the file)",
     )
     pareto.add_argument(
         "--cost",

@@ -13,7 +13,8 @@ from bitdial.errors import ConfigError
 MEAN = (0.4914, 0.4822, 0.4465)
 DEVIATION = (0.2470, 0.2435, 0.2616)
 HELD_OUT = 5_000
-IMAGE_BYTES = 3 * 32 * 32
+SIDE = 32  # pixels
+IMAGE_BYTES = 3 * SIDE * SIDE
 EXPECTED = (
     "put cifar10.npz there (uint8 arrays x_train and x_test as (count, 3, 32, 32), y_train and y_test as (count,)) or "
     "the folder cifar-10-batches-bin of the original binary version, or name another folder with --data"

@@ -18,6 +18,7 @@ from bitdial.recipes.cifar10_training import (
     EPOCHS,
     augmented,
     autocast_on,
+    check_cutout,
     float_network,
     run_device,
     where_it_ran,
@@ -51,6 +52,7 @@ def cifar10_mobilenetv2_mixed(options: RecipeOptions) -> RecipeOutcome:
 
 def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
     require_highspy()
+    check_cutout(options)
     recipe = f"cifar10-{network}"
     start = _read_start(recipe, options)
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=EPOCHS, lr=LR, batch=BATCH)

@@ -16,7 +16,7 @@ from bitdial.errors import ConfigError
 from bitdial.functional import scheme_of
 from bitdial.models import build_model
 from bitdial.prepare import prepare
-from bitdial.recipes.cifar10 import Split, cifar10_data
+from bitdial.recipes.cifar10 import SIDE, Split, cifar10_data
 from bitdial.recipes.float_training import train_float
 from bitdial.recipes.outcome import (
     RecipeOptions,
@@ -62,6 +62,7 @@ def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
 def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     if options.start_from is not None:
         raise ConfigError(f"--start-from and --sampling are for the recipe cifar10-{network}-mixed")
+    check_cutout(options)
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
     recipe = f"cifar10-{network}"
@@ -121,6 +122,12 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         top1=top1,
         test=test,
     )
+
+
+def check_cutout(options: RecipeOptions) -> None:
+    """Refuse a square that can hide a whole image."""
+    if options.cutout >= SIDE:
+        raise ConfigError(f"--cutout {options.cutout}: the images are {SIDE} x {SIDE}; give less than {SIDE}")
 
 
 def run_device() -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitdial.config import Config, QuantConfig, check_choice
-from bitdial.container import replacing
+from bitdial.container import check_folder, check_target, replacing
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import scheme_of
 from bitdial.nn import TRANSITIONS
@@ -98,6 +98,16 @@ class RecipeOptions:
         for problem, found in conflicts.items():
             if found:
                 raise ConfigError(problem)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """What the run writes at its end must have a place: nothing is worse than a training that is lost."""
+        check_folder("--out", self.out)
+        for name, path in (("--results", self.results), ("--history", self.history)):
+            if path is not None:
+                check_target(name, path)
+        if self.results is not None:
+            _read_rows(self.results)
 
     def settings(self, **own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """All settings, and those of them that are not the default.
@@ -146,14 +156,19 @@ class RecipeOutcome:
 def add_result(path: Path, row: dict[str, Any]) -> None:
     """Append `row` to the JSON list at `path`, atomically; several processes may do so at once."""
     with _alone_in(path.parent):
-        try:
-            rows = json.loads(path.read_text()) if path.exists() else []
-        except (OSError, ValueError) as problem:
-            raise ConfigError(f"{path} is not a list of results: {problem}") from problem
-        if not isinstance(rows, list):
-            raise ConfigError(f"{path} is not a list of results")
+        rows = _read_rows(path)
         with replacing(path, error=BitdialError) as temporary:
             temporary.write_text(json.dumps([*rows, row], indent=1) + "\n")
+
+
+def _read_rows(path: Path) -> list[Any]:
+    try:
+        rows = json.loads(path.read_text()) if path.exists() else []
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} is not a list of results: {problem}") from problem
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} is not a list of results")
+    return rows
 
 
 @contextmanager

@@ -84,7 +84,12 @@ class Distiller:
         self._targets = None
         if self.teacher is not None:
             with torch.no_grad():
-                self._targets = call(self.teacher, inputs)
+                targets = call(self.teacher, inputs)
+            if not isinstance(targets, Tensor):
+                raise TrainingError(
+                    f"distillation needs a teacher that returns one tensor of logits, got {type(targets).__name__}"
+                )
+            self._targets = targets
 
     def loss(self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None) -> Tensor:
         """The loss of one width; `index` (batch,) names the samples for progressive self-distillation."""
@@ -98,6 +103,11 @@ class Distiller:
             self._targets = logits.detach()
             return hard
         assert self._targets is not None
+        if self._targets.shape != logits.shape:
+            raise TrainingError(
+                f"the teacher's outputs have shape {tuple(self._targets.shape)}, the model's {tuple(logits.shape)}; "
+                "both need the same classes"
+            )
         return (1 - self.weight) * hard + self.weight * soft_loss(logits, self._targets, self.temperature)
 
     def _progressive(self, hard: Tensor, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Accuracy at a setting, and norm statistics for one."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,29 +54,59 @@ def batched(inputs: Tensor, targets: Tensor, batch_size: int = 256) -> list[tupl
 def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBits | BitPlan) -> None:
     """Re-estimate in place the batch-norm statistics in use at `plan`, as the plain average over `batches`.
 
-    Only the sets that `plan` selects change; weights, scales and other sets stay. Use it for a setting that was not
-    trained, such as a plan or weight bits that differ from activation bits.
+    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Only the sets that `plan`
+    selects change; weights, scales and other sets stay. After an error all statistics are what they were. Use it for a
+    setting that was not trained, such as a plan or weight bits that differ from activation bits.
     """
     batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise TrainingError("recalibrate_norms needs at least one batch")
     with at_bits(model, plan), evaluating(model):
-        norms = [m.active for m in unwrap(model).modules() if isinstance(m, SwitchableBatchNorm)]
+        norms = {n: m.active for n, m in unwrap(model).named_modules() if isinstance(m, SwitchableBatchNorm)}
         if not norms:
             raise TrainingError("the model has no switchable batch norm to recalibrate")
-        if any(getattr(norm, "statistics_are_fixed", False) for norm in norms):
+        if any(getattr(norm, "statistics_are_fixed", False) for norm in norms.values()):
             raise TrainingError(
                 "the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')"
             )
-        momenta = [norm.momentum for norm in norms]
-        try:
-            for norm in norms:
-                norm.reset_running_stats()  # type: ignore[operator]
-                norm.momentum = None  # type: ignore[assignment]  # a cumulative average
-                norm.train()
-            for batch in itertools.chain([first], batches):
+        with _averaging(norms.values()):
+            for number, batch in enumerate(itertools.chain([first], batches), start=1):
+                _check_inputs(batch, number)
                 call(model, batch)
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
+            _check_statistics(norms)
+
+
+@contextmanager
+def _averaging(norms: Collection[nn.Module]) -> Iterator[None]:
+    """Let `norms` forget their statistics and average those of what they see in a block; an error gives them back."""
+    momenta = [norm.momentum for norm in norms]
+    before = [(part, part.clone()) for norm in norms for part in norm.buffers()]
+    try:
+        for norm in norms:
+            norm.reset_running_stats()  # type: ignore[operator]
+            norm.momentum = None  # type: ignore[assignment]  # a cumulative average
+            norm.train()
+        yield
+    except BaseException:
+        for part, value in before:
+            part.copy_(value)
+        raise
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _check_inputs(batch: Batch, number: int) -> None:
+    """Refuse a tensor with NaN or infinity. Among several inputs, infinity may be meant: a mask has it."""
+    if isinstance(batch, Tensor) and not bool(torch.isfinite(batch).all()):
+        raise QuantizationError(f"batch {number} holds NaN or infinity; check the inputs. All statistics stay")
+
+
+def _check_statistics(norms: Mapping[str, nn.Module]) -> None:
+    for name, norm in norms.items():
+        if not all(bool(torch.isfinite(part).all()) for part in norm.buffers()):
+            raise QuantizationError(
+                f"norm {name!r}: its new statistics hold NaN or infinity; check the batches and the weights of the "
+                "layers before it. All statistics stay"
+            )

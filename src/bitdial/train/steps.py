@@ -74,6 +74,11 @@ class JointStep:
     ):
         if steps_per_epoch < 1:
             raise ConfigError(f"steps_per_epoch={steps_per_epoch} must be at least 1; is the data empty?")
+        if teacher is not None and unwrap(teacher) is unwrap(model):
+            raise ConfigError(
+                "the teacher is the model itself; pass another, such as the float model that was given to prepare. "
+                "distill='in_place' lets the highest width teach the others"
+            )
         self.model, self.config, self.loss_function = model, config, loss
         self.total_steps = steps_per_epoch * config.epochs
         self.step = 0
