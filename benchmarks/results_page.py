@@ -26,7 +26,9 @@ ROWS = ("cifar10-resnet20.json", "cifar10-mobilenetv2.json")
 
 # The flagship's settings as rows have them, without widths and epochs (at least FLAGSHIP_EPOCHS): all must match, and
 # those not named have their defaults. As long as it is empty, no recipe is chosen and the section is left out.
-FLAGSHIP: dict[str, Any] = {}
+FLAGSHIP: dict[str, Any] = {
+    "scheme": "nested", "alrs": "off", "kd": "teacher", "teacher": "resnet56", "lr": 0.002,
+}  # fmt: skip
 FLAGSHIP_EPOCHS = 90
 COST_EPOCHS = 90
 TARGETS: dict[Widths, dict[int, float]] = {
