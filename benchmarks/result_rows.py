@@ -20,7 +20,7 @@ NEEDED = OUTCOMES | {"seed", "scheme", "alrs", "kd", "bit_choices", "epochs"}
 DEFAULTS = {"model": "resnet20", "split": "test", "kd": "none", "start": "mse", "learn_scales": True}
 # Settings that have a column of their own, or are said by the title of a table.
 COLUMNS = {"model", "split", "bit_choices", "epochs", "lr", "scheme", "alrs", "kd", "teacher"}
-DISTILLATION = {"kd", "teacher", "distill_weight", "temperature"}
+DISTILLATION = {"kd", "teacher", "teacher_seed", "distill_weight", "temperature"}
 # How long and how fast a method trains. All other settings are components: runs that change one are ablations.
 REGIME = {"model", "split", "epochs", "float_epochs", "batch", "lr", "weight_decay"}
 # Names of the schemes, in the order of lines.

@@ -88,6 +88,7 @@ def test_end_to_end(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"sampling": "none", "start_from": None, "sigma_warmup": 10}, "--start-from FILE"),
         ({"holdout": True}, "was trained without --holdout"),
         ({"cutout": 99}, "--cutout 99: the images are 32 x 32"),
+        ({"float_epochs": 2}, "trains no float model but a teacher's"),
         ({"bit_choices": (8, 2)}, r"the widths of .* are \(4, 3, 2\)"),
         ({"scheme": "nested", "recalibrate": 3}, "--scheme, --recalibrate: not for a run that starts from a file"),
     ],
@@ -106,6 +107,16 @@ def test_other_transitions_are_in_the_row_and_in_the_file(start: Path, transitio
     norm = read_artifact(outcome.artifact).norms["layer1.0.bn2"]
     expected = {"statistics": ("layer1.0.conv1", "statistics"), "none": (None, None)}
     assert (norm["fed_by"], norm.get("transitions")) == expected[transitions]
+
+
+def test_the_teacher_may_be_trained_longer_and_of_another_seed(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {**training.NETWORKS, "resnet56": ("cifar_resnet", {"blocks": 2, "width": 4})}
+    monkeypatch.setattr(training, "NETWORKS", small)
+    teacher = {"distill": "teacher", "teacher": "resnet56", "teacher_seed": 5, "float_epochs": 3}
+    RECIPES["cifar10-resnet20-mixed"](options(start, epochs=1, **teacher))
+    assert (start.parent / "float-resnet56-5-3.ckpt").exists()
+    row = json.loads((start.parents[1] / "mixed.json").read_text())[-1]
+    assert {name: row[name] for name in teacher} == teacher
 
 
 def test_mobilenetv2(start: Path) -> None:

@@ -213,6 +213,7 @@ CHANGES: list[dict[str, Any]] = [
     {"update": "accumulated", "alrs": "off"},
     {"learn_scales": False}, {"scale_lr": 0.1}, {"scale_state": "per_bits"}, {"distill": "in_place"},
     {"distill": "teacher"}, {"distill": "teacher", "teacher": "resnet56"},
+    {"distill": "teacher", "teacher": "resnet56", "teacher_seed": 1},
     {"distill": "teacher", "distill_weight": 0.1}, {"distill": "teacher", "temperature": 2.0}, {"alrs": "off"},
 ]  # fmt: skip
 
@@ -315,6 +316,18 @@ def test_the_teacher_is_trained_like_the_student_and_kept(
         assert (tmp_path / "run" / kept[1]).stat().st_mtime_ns == before
         for name, value in seen[0].state_dict().items():
             assert torch.equal(value, seen[1].state_dict()[name]), name
+
+
+def test_runs_of_several_seeds_may_share_a_teacher(tmp_path: Path, tiny: None) -> None:
+    write_images(tmp_path)
+    shared = {"distill": "teacher", "teacher": "resnet56", "teacher_seed": 0}
+    reached = [resnet20(tmp_path, seed=seed, **shared) for seed in (0, 1)]
+    floats = ["float-resnet20-0-1.ckpt", "float-resnet20-1-1.ckpt", "float-resnet56-0-1.ckpt"]
+    assert [name for name in files(tmp_path) if name.startswith("float-")] == floats
+    assert reached[0].artifact != reached[1].artifact
+    first, second = rows(tmp_path)
+    assert first["teacher_seed"] == second["teacher_seed"] == 0
+    assert first["teacher_top1"] == second["teacher_top1"]
 
 
 # --- history ------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from bitdial.train import History, TrainConfig
 def test_every_setting_has_a_place_to_go() -> None:
     """One that belongs to no config and that the recipes do not read would be taken and ignored."""
     settings, changed = RecipeOptions(out=Path("out")).settings()
-    read_by_recipes = {"holdout", "seed", "float_epochs", "batch", "cutout", "recalibrate", "teacher", "transitions"}
+    read_by_recipes = {"holdout", "seed", "float_epochs", "batch", "cutout", "recalibrate", "transitions"}
+    read_by_recipes |= {"teacher", "teacher_seed"}
     configs = {f.name for config in (QuantConfig, TrainConfig) for f in dataclasses.fields(config)}
     assert set(settings) - read_by_recipes <= configs
     assert changed == {}
@@ -53,6 +54,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"teacher": "resnet56"}, "--teacher needs --distill teacher"),
     ({"teacher": "resnet56", "distill": "in_place"}, "--teacher needs --distill teacher"),
     ({"teacher": "resnet18", "distill": "teacher"}, "teacher='resnet18' is not known; choose one of 'resnet56'"),
+    ({"distill": "teacher", "teacher_seed": 0}, "--teacher-seed needs --teacher"),
     ({"distill_weight": 0.5}, "need a --distill other than none"),
     ({"temperature": 4.0}, "need a --distill other than none"),
     ({"distill": "in_place", "bit_choices": (2,)}, "--bits two or more"),

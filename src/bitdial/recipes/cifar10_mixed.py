@@ -21,6 +21,7 @@ from bitdial.recipes.cifar10_training import (
     check_cutout,
     float_network,
     run_device,
+    teacher_network,
     where_it_ran,
 )
 from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, refuse_finished, run_name, settings_of
@@ -32,7 +33,7 @@ from bitdial.train import TrainConfig, accuracy, batched, evaluate, train
 LR = 1e-4
 IMAGES = 1000  # for the Hessian traces
 BUDGETS = 25  # average bits, from the lowest to the highest width
-_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "float_epochs", "recalibrate", "history")
+_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "recalibrate", "history")
 
 
 def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
@@ -124,6 +125,8 @@ def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
     if options.bit_choices not in (QuantConfig.bit_choices, start.bit_choices):
         raise ConfigError(f"the widths of {options.start_from} are {start.bit_choices}; leave --bits out")
     defaults = {name: getattr(type(options), name) for name in _OF_THE_FILE}
+    if options.float_epochs is not None and options.distill != "teacher":
+        raise ConfigError("--float-epochs: a run that starts from a file trains no float model but a teacher's")
     if given := [name for name, value in defaults.items() if getattr(options, name) != value]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ConfigError(f"{flags}: not for a run that starts from a file; leave it out")
@@ -140,7 +143,9 @@ def _sensitivity(model: nn.Module, images: Split, options: RecipeOptions) -> Sen
 def _teacher(network: str, options: RecipeOptions, images: Split, settings: dict[str, Any]) -> nn.Module | None:
     if options.distill != "teacher":
         return None
-    return float_network(options.teacher or network, images, settings, options.out)
+    if options.teacher is None:
+        return float_network(network, images, settings, options.out)
+    return teacher_network(options.teacher, images, settings, options.out)
 
 
 def _search(

@@ -78,7 +78,7 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     float_model = float_network(network, images, settings, options.out)
     teacher = float_model if options.distill == "teacher" else None
     if options.teacher is not None:
-        teacher = float_network(options.teacher, images, settings, options.out)
+        teacher = teacher_network(options.teacher, images, settings, options.out)
     model = prepare(float_model, quant, images[0][:1024])
     data = augmented(images, settings["batch"], options.seed, cutout=options.cutout)
     history = train(
@@ -163,6 +163,12 @@ def float_network(network: str, split: Split, settings: dict[str, Any], folder: 
         autocast=autocast_on(device),
     )
     return model
+
+
+def teacher_network(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
+    """The same for a teacher, which may be of another seed."""
+    seed = settings["seed"] if settings["teacher_seed"] is None else settings["teacher_seed"]
+    return float_network(network, split, settings | {"seed": seed}, folder)
 
 
 def _row(

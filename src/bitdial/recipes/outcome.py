@@ -67,6 +67,7 @@ class RecipeOptions:
     transitions: str = "full"  # of the norms, as `add_transitions` has them; "none": one set per width
     distill: str = TrainConfig.distill
     teacher: str | None = None  # None: the student's own float model
+    teacher_seed: int | None = None  # None: as `seed`; one teacher can serve runs of several seeds
     distill_weight: float = TrainConfig.distill_weight
     temperature: float = TrainConfig.temperature
 
@@ -84,6 +85,7 @@ class RecipeOptions:
             "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
             "--transitions needs --sampling": self.transitions != "full" and self.sampling == "none",
             "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
+            "--teacher-seed needs --teacher": self.teacher_seed is not None and self.teacher is None,
             "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
             "--distill in_place needs a lower width to teach: give --bits two or more": (
                 self.distill == "in_place" and len(self.bit_choices) == 1
