@@ -70,7 +70,7 @@ def run_mixed_demo(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         float_model = build_model("cifar_resnet", blocks=1, width=8, in_channels=1)
-    train_float(float_model, data, epochs=epochs, lr=3e-3, weight_decay=5e-5)
+    train_float(float_model, data, epochs=epochs, lr=3e-3, weight_decay=5e-5, progress=progress)
     tell("2. ... and on at 4, 3 and 2 bits jointly")
     model = prepare(float_model, QuantConfig(bit_choices=BIT_CHOICES), x[:256])
     train(model, data, TrainConfig(epochs=epochs, lr=2e-3), progress=progress)

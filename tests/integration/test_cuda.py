@@ -1,6 +1,9 @@
 """The GPU gives the codes that the CPU gives; runs where there is one."""
 
 import copy
+import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +12,9 @@ import torch
 import bitdial
 from bitdial import functional as bf
 from bitdial.cli import main
+from bitdial.errors import TrainingError
 from bitdial.plan import dialled_layers
+from bitdial.recipes.float_training import train_float
 
 pytestmark = [
     pytest.mark.cuda,
@@ -129,6 +134,35 @@ def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
     for batch in data.batches(1):
         losses = [step(batch.inputs, batch.targets).loss[8] for step in (first, second)]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_float_stage_goes_on_where_it_stopped(tmp_path: Path, optimizer: str) -> None:
+    """Fused optimizers take the moments that were saved. Kernels add up in any order: the ends are close, not equal."""
+    torch.manual_seed(0)
+    x, y = torch.randn(72, 3, 16, 16, device="cuda"), torch.randint(0, 10, (72,), device="cuda")
+    first = bitdial.build_model("cifar_resnet", blocks=1, width=8).to("cuda", memory_format=torch.channels_last)
+
+    class Terminating(bitdial.ArrayData):
+        def batches(self, epoch, **share):
+            for batch in super().batches(epoch, **share):
+                if epoch == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+    def run(data: bitdial.ArrayData, checkpoint: Path | None) -> torch.nn.Module:
+        model = copy.deepcopy(first)
+        settings = {"epochs": 4, "lr": 1e-3, "weight_decay": 5e-4, "optimizer": optimizer, "autocast": "bfloat16"}
+        train_float(model, data, checkpoint=checkpoint, progress=False, **settings)
+        return model
+
+    with pytest.raises(TrainingError, match="after step 6; run again"):
+        run(Terminating(x, y, batch_size=16), tmp_path / "float.ckpt")
+    data = bitdial.ArrayData(x, y, batch_size=16)
+    resumed, whole = run(data, tmp_path / "float.ckpt"), run(data, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["float.ckpt"]
+    for mine, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0.0, atol=0.02)
 
 
 def test_progressive_distillation_in_a_graph_is_that_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,9 @@ import torch
 
 from bitdial.artifact import read_artifact
 from bitdial.cli import main
-from bitdial.errors import CheckpointError, ConfigError
-from bitdial.models import build_model
+from bitdial.errors import ConfigError
 from bitdial.recipes import RecipeOptions
 from bitdial.recipes.digits import digits, digits_data
-from bitdial.recipes.float_training import train_float
-from bitdial.train import ArrayData
 
 
 def test_split_is_fixed_and_disjoint() -> None:
@@ -64,20 +61,6 @@ def test_a_finished_run_is_not_overwritten(tmp_path, capsys) -> None:
         assert (tmp_path / "digits.safetensors").read_bytes() == before
     assert main([*command, "--seed", "1", "--replace"]) == 0
     assert (tmp_path / "digits.safetensors").read_bytes() != before
-
-
-def test_float_stage_is_taken_from_its_checkpoint(tmp_path) -> None:
-    x, y, *_ = digits_data()
-    data = ArrayData(x[:128], y[:128], batch_size=64)
-    path = tmp_path / "float.ckpt"
-    first = build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
-    train_float(first, data, epochs=1, lr=1e-3, weight_decay=0.0, checkpoint=path)
-    second = build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
-    train_float(second, data, epochs=1, lr=1e-3, weight_decay=0.0, checkpoint=path)
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
-    with pytest.raises(CheckpointError, match="other settings"):
-        train_float(second, data, epochs=2, lr=1e-3, weight_decay=0.0, checkpoint=path)
 
 
 def test_every_option_reaches_the_run(tmp_path, monkeypatch) -> None:

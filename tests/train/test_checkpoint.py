@@ -545,6 +545,15 @@ def test_a_manifest_with_a_gap(missing: str, saved: Path, make_model: MakeModel,
     assert_refused(saved, make_model(), make_data(), SAME, ".")
 
 
+@pytest.mark.parametrize("change", [{"config": []}, {"run": None}, {"layers": 3}, {"step": None}], ids=str)
+def test_a_manifest_of_other_types(
+    change: dict[str, Any], saved: Path, make_model: MakeModel, make_data: MakeData
+) -> None:
+    tensors, manifest, _ = read_container(saved, error=CheckpointError)
+    write_container(saved, tensors, manifest | change, error=CheckpointError)
+    assert_refused(saved, make_model(), make_data(), SAME, "lacks or garbles")
+
+
 @pytest.mark.parametrize(
     "name", ["model.conv.weight", "floor.0", "random.cpu.0", "random.numpy.keys", "optimizer.scales.0.exp_avg"]
 )

@@ -144,8 +144,8 @@ def _teacher(network: str, options: RecipeOptions, images: Split, settings: dict
     if options.distill != "teacher":
         return None
     if options.teacher is None:
-        return float_network(network, images, settings, options.out)
-    return teacher_network(options.teacher, images, settings, options.out)
+        return float_network(network, images, settings, options.out, progress=options.progress)
+    return teacher_network(options.teacher, images, settings, options.out, progress=options.progress)
 
 
 def _search(

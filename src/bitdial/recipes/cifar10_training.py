@@ -75,10 +75,10 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     images, held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
     test = batched(*held, batch_size=1000)
 
-    float_model = float_network(network, images, settings, options.out)
+    float_model = float_network(network, images, settings, options.out, progress=options.progress)
     teacher = float_model if options.distill == "teacher" else None
     if options.teacher is not None:
-        teacher = teacher_network(options.teacher, images, settings, options.out)
+        teacher = teacher_network(options.teacher, images, settings, options.out, progress=options.progress)
     model = prepare(float_model, quant, images[0][:1024])
     data = augmented(images, settings["batch"], options.seed, cutout=options.cutout)
     history = train(
@@ -145,7 +145,7 @@ def augmented(split: Split, batch: int, seed: int, *, cutout: int = 0) -> ArrayD
     return ArrayData(*split, batch_size=batch, seed=seed, augment=Shift(pixels=4, flip=True, cutout=cutout))
 
 
-def float_network(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
+def float_network(network: str, split: Split, settings: dict[str, Any], folder: Path, *, progress: bool) -> nn.Module:
     """`network` trained in float, or taken from `folder`, where it is kept for other runs."""
     name, arguments = NETWORKS[network]
     seed, epochs, device = settings["seed"], settings["float_epochs"], split[0].device
@@ -161,14 +161,15 @@ def float_network(network: str, split: Split, settings: dict[str, Any], folder: 
         optimizer="sgd",
         checkpoint=folder / f"float-{network}-{'holdout-' if settings['holdout'] else ''}{seed}-{epochs}.ckpt",
         autocast=autocast_on(device),
+        progress=progress,
     )
     return model
 
 
-def teacher_network(network: str, split: Split, settings: dict[str, Any], folder: Path) -> nn.Module:
+def teacher_network(network: str, split: Split, settings: dict[str, Any], folder: Path, *, progress: bool) -> nn.Module:
     """The same for a teacher, which may be of another seed."""
     seed = settings["seed"] if settings["teacher_seed"] is None else settings["teacher_seed"]
-    return float_network(network, split, settings | {"seed": seed}, folder)
+    return float_network(network, split, settings | {"seed": seed}, folder, progress=progress)
 
 
 def _row(

@@ -67,7 +67,15 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         float_model = build_model("cifar_resnet", blocks=1, width=16, in_channels=1)
-    train_float(float_model, data, epochs=config.epochs, lr=3e-3, weight_decay=5e-5, checkpoint=float_checkpoint)
+    train_float(
+        float_model,
+        data,
+        epochs=config.epochs,
+        lr=3e-3,
+        weight_decay=5e-5,
+        checkpoint=float_checkpoint,
+        progress=options.progress,
+    )
     float_top1 = accuracy(float_model, test)
 
     model = prepare(float_model, quant, x[:256])

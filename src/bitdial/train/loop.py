@@ -139,7 +139,7 @@ def train(
             save_checkpoint(checkpoint, step, {"history": history.to_dict(), "totals": totals.read()})
 
     view = make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps)
-    with view, _until_terminated() as stop:
+    with view, until_terminated() as stop:
         for epoch in range(first_epoch, config.epochs):
             began, first, lr = time.monotonic(), first_batch if epoch == first_epoch else 0, config.lr
             shares = source.batches(epoch, start=first, rank=distributed.rank(), world=distributed.world_size())
@@ -156,7 +156,7 @@ def train(
                     if due or stopping:
                         save()
                     if stopping:
-                        raise _stopped(step.step, checkpoint)
+                        raise stopped(step.step, checkpoint)
             if step.step != (epoch + 1) * len(source):
                 raise TrainingError(
                     f"epoch {epoch + 1} gave {step.step - epoch * len(source)} batches instead of the "
@@ -171,13 +171,14 @@ def train(
             save()
             view.epoch(row)
             if epoch + 1 < config.epochs and distributed.any_rank(stop.is_set(), device):
-                raise _stopped(step.step, checkpoint)
+                raise stopped(step.step, checkpoint)
     set_bits(model, step.bit_choices[0])
     model.eval()
     return history
 
 
-def _stopped(step: int, checkpoint: str | os.PathLike[str] | None) -> TrainingError:
+def stopped(step: int, checkpoint: str | os.PathLike[str] | None) -> TrainingError:
+    """What to raise when SIGTERM ends a run whose state is in `checkpoint`."""
     where = "nothing was saved" if checkpoint is None else f"run again to go on from {checkpoint}"
     return TrainingError(f"stopped by SIGTERM after step {step}; {where}")
 
@@ -190,7 +191,7 @@ def _sample_gradients(history: History, step: int, report: StepReport) -> None:
 
 
 @contextmanager
-def _until_terminated() -> Iterator[threading.Event]:
+def until_terminated() -> Iterator[threading.Event]:
     """An event that SIGTERM sets, so that the loop can save first; outside the main thread it is never set."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
