@@ -112,7 +112,7 @@ def test_other_transitions_are_in_the_row_and_in_the_file(start: Path, transitio
 def test_the_teacher_may_be_trained_longer_and_of_another_seed(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {**training.NETWORKS, "resnet56": ("cifar_resnet", {"blocks": 2, "width": 4})}
     monkeypatch.setattr(training, "NETWORKS", small)
-    teacher = {"distill": "teacher", "teacher": "resnet56", "teacher_seed": 5, "float_epochs": 3}
+    teacher = {"distill": "cascade", "teacher": "resnet56", "teacher_seed": 5, "float_epochs": 3}
     RECIPES["cifar10-resnet20-mixed"](options(start, epochs=1, **teacher))
     assert (start.parent / "float-resnet56-5-3.ckpt").exists()
     row = json.loads((start.parents[1] / "mixed.json").read_text())[-1]

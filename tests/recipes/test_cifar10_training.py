@@ -212,7 +212,7 @@ CHANGES: list[dict[str, Any]] = [
     {"lr": 0.0123}, {"weight_decay": 0.0}, {"optimizer": "sgd"}, {"alrs": "literal"},
     {"update": "accumulated", "alrs": "off"},
     {"learn_scales": False}, {"scale_lr": 0.1}, {"scale_state": "per_bits"}, {"distill": "in_place"},
-    {"distill": "teacher"}, {"distill": "teacher", "teacher": "resnet56"},
+    {"distill": "teacher"}, {"distill": "cascade"}, {"distill": "teacher", "teacher": "resnet56"},
     {"distill": "teacher", "teacher": "resnet56", "teacher_seed": 1},
     {"distill": "teacher", "distill_weight": 0.1}, {"distill": "teacher", "temperature": 2.0}, {"alrs": "off"},
 ]  # fmt: skip
@@ -244,7 +244,7 @@ CONFLICTS: list[tuple[str, str]] = [
     ("--update accumulated", "set alrs='off'"),
     ("--update accumulated --alrs off --scale-state per_bits", "scale_state='shared'"),
     ("--scheme lsq --scale-gradient printed", "a weight scale that all widths share; 'lsq' has none"),
-    ("--teacher resnet56", "--teacher needs --distill teacher"),
+    ("--teacher resnet56", "--teacher needs --distill teacher or cascade"),
     ("--scale-lr -1", "scale_lr=-1.0 must be a positive number"),
     ("--distill teacher --distill-weight 2", "distill_weight=2.0 must lie between 0 and 1"),
     ("--cutout 32", "--cutout 32: the images are 32 x 32; give less than 32"),
@@ -288,9 +288,10 @@ def test_float_models_of_other_lengths_do_not_mix(tmp_path: Path, tiny: None) ->
     assert len(long.history.rows) == 1
 
 
+@pytest.mark.parametrize("distill", ["teacher", "cascade"])
 @pytest.mark.parametrize("teacher", [None, "resnet56"])
 def test_the_teacher_is_trained_like_the_student_and_kept(
-    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch, teacher: str | None
+    tmp_path: Path, tiny: None, monkeypatch: pytest.MonkeyPatch, teacher: str | None, distill: str
 ) -> None:
     write_images(tmp_path)
     seen: list[Any] = []
@@ -301,7 +302,7 @@ def test_the_teacher_is_trained_like_the_student_and_kept(
         return train(*args, teacher=teacher, **rest)
 
     monkeypatch.setattr(training, "train", spy)
-    outcome = resnet20(tmp_path, distill="teacher", teacher=teacher)
+    outcome = resnet20(tmp_path, distill=distill, teacher=teacher)
     kept = [name for name in files(tmp_path) if name.startswith("float-")]
     if teacher is None:
         assert seen == [outcome.float_model]
@@ -312,7 +313,7 @@ def test_the_teacher_is_trained_like_the_student_and_kept(
         assert kept == ["float-resnet20-0-1.ckpt", "float-resnet56-0-1.ckpt"]
         assert 0 <= rows(tmp_path)[0]["teacher_top1"] <= 100
         before = (tmp_path / "run" / kept[1]).stat().st_mtime_ns
-        resnet20(tmp_path, distill="teacher", teacher=teacher, scheme="nested")
+        resnet20(tmp_path, distill=distill, teacher=teacher, scheme="nested")
         assert (tmp_path / "run" / kept[1]).stat().st_mtime_ns == before
         for name, value in seen[0].state_dict().items():
             assert torch.equal(value, seen[1].state_dict()[name]), name

@@ -21,7 +21,7 @@ from bitdial.artifact import read_artifact
 from bitdial.cli import main
 from bitdial.container import read_container, write_container
 from bitdial.errors import CheckpointError, TrainingError
-from bitdial.recipes import RecipeOptions
+from bitdial.recipes import RecipeOptions, float_training
 from bitdial.recipes.digits import digits
 from bitdial.recipes.float_training import train_float
 from bitdial.train import ArrayData
@@ -45,6 +45,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def saves_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short an epoch is."""
+    monkeypatch.setattr(float_training, "SAVE_EVERY", 0)
 
 
 class Killed(Exception):
@@ -174,6 +180,15 @@ def test_killed_at_any_step(settings: dict[str, Any], at: int, tmp_path: Path) -
     assert names(tmp_path) == [FINISHED]
 
 
+def test_epochs_in_quick_succession_are_not_all_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float_training, "SAVE_EVERY", 3600)
+    with pytest.raises(Killed):
+        run(SETTINGS["sgd"], make_data(EPOCHS * BATCHES - 1), tmp_path)
+    assert names(tmp_path) == []
+    run(SETTINGS["sgd"], make_data(), tmp_path)
+    assert names(tmp_path) == [FINISHED]
+
+
 @pytest.mark.parametrize("at", [0, *STEPS])
 @each_optimizer
 def test_terminated_at_any_step(settings: dict[str, Any], at: int, tmp_path: Path) -> None:
@@ -224,12 +239,14 @@ import sys, time
 from pathlib import Path
 import torch
 from bitdial.models import build_model
+from bitdial.recipes import float_training
 from bitdial.recipes.float_training import train_float
 from bitdial.train import ArrayData
 
 generator = torch.Generator().manual_seed(0)
 inputs, targets = torch.randn(20, 1, 8, 8, generator=generator), torch.randint(0, 10, (20,), generator=generator)
 
+float_training.SAVE_EVERY = 0
 
 class Slow(ArrayData):
     def batches(self, epoch, **share):

@@ -131,14 +131,26 @@ def test_in_place_the_highest_width_learns_the_truth_and_teaches_the_rest() -> N
     assert float(inside.loss(HARD, LOGITS, highest=False, index=None)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_in_place_sends_no_gradient_to_the_highest_width() -> None:
-    inside = distiller("in_place")
+@pytest.mark.parametrize("kind", ["in_place", "cascade"])
+def test_no_gradient_goes_to_the_highest_width(kind: str) -> None:
+    inside = distiller(kind, teacher=Fixed(OTHERS) if kind == "cascade" else None)
     inside.begin(torch.zeros(2, 1))
     high, low = OTHERS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
     inside.loss(HARD, high, highest=True, index=None)
     inside.loss(HARD, low, highest=False, index=None).backward()
     assert high.grad is None
     assert low.grad is not None
+
+
+def test_in_a_cascade_the_teacher_teaches_the_highest_width_and_that_the_rest() -> None:
+    own, weight = LOGITS + OTHERS, 0.4
+    cascade = distiller("cascade", teacher=Fixed(OTHERS, LOGITS), distill_weight=weight, temperature=2.0)
+    for answer in (OTHERS, LOGITS):  # of the teacher, once a batch
+        cascade.begin(torch.zeros(2, 1))
+        for highest, logits, target in ((True, own, answer), (False, LOGITS, own), (False, OTHERS, own)):
+            expected = (1 - weight) * 1.25 + weight * divergence(logits, target, 2.0)
+            got = float(cascade.loss(HARD, logits, highest=highest, index=None))
+            assert got == pytest.approx(expected, rel=1e-5)
 
 
 # --- progressive ----------------------------------------------------------------------------------
@@ -300,8 +312,9 @@ def test_the_teacher_computes_in_the_type_of_the_student(
 
 
 def test_teacher_and_setting_go_together() -> None:
-    with pytest.raises(ConfigError, match="teacher"):
-        distiller("teacher")
+    for kind in ("teacher", "cascade"):
+        with pytest.raises(ConfigError, match="teacher"):
+            distiller(kind)
     for kind in ("none", "progressive", "in_place"):
         with pytest.raises(ConfigError, match="teacher"):
             distiller(kind, teacher=Fixed(OTHERS), samples=2)

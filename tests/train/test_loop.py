@@ -115,11 +115,11 @@ def test_a_single_width(make_model: MakeModel, make_data: MakeData) -> None:
     assert list(history.rows[0]["loss"]) == ["4"]
 
 
-@pytest.mark.parametrize("distill", ["progressive", "teacher", "in_place"])
+@pytest.mark.parametrize("distill", ["progressive", "teacher", "in_place", "cascade"])
 def test_distillation(
     distill: str, make_model: MakeModel, make_data: MakeData, make_float: Callable[..., nn.Module]
 ) -> None:
-    teacher = make_float(seed=4) if distill == "teacher" else None
+    teacher = make_float(seed=4) if distill in ("teacher", "cascade") else None
     plain, taught = make_model(BITS), make_model(BITS)
     train(plain, make_data(), TrainConfig(epochs=2), progress=False)
     history = train(taught, make_data(), TrainConfig(epochs=2, distill=distill), teacher=teacher, progress=False)

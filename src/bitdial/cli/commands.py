@@ -171,7 +171,9 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     )
     joint.add_argument("--distill", choices=DISTILLATIONS, help="knowledge distillation (default: %(default)s)")
     joint.add_argument(
-        "--teacher", choices=TEACHERS, help="with --distill teacher (default: the float model that the run starts from)"
+        "--teacher",
+        choices=TEACHERS,
+        help="with --distill teacher or cascade (default: the float model that the run starts from)",
     )
     joint.add_argument("--teacher-seed", type=seed, help="of a --teacher that several runs share (default: --seed)")
     joint.add_argument("--distill-weight", type=float, help="share of the soft loss (default: %(default)s)")

@@ -125,7 +125,7 @@ def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
     if options.bit_choices not in (QuantConfig.bit_choices, start.bit_choices):
         raise ConfigError(f"the widths of {options.start_from} are {start.bit_choices}; leave --bits out")
     defaults = {name: getattr(type(options), name) for name in _OF_THE_FILE}
-    if options.float_epochs is not None and options.distill != "teacher":
+    if options.float_epochs is not None and not options.taught:
         raise ConfigError("--float-epochs: a run that starts from a file trains no float model but a teacher's")
     if given := [name for name, value in defaults.items() if getattr(options, name) != value]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -141,7 +141,7 @@ def _sensitivity(model: nn.Module, images: Split, options: RecipeOptions) -> Sen
 
 
 def _teacher(network: str, options: RecipeOptions, images: Split, settings: dict[str, Any]) -> nn.Module | None:
-    if options.distill != "teacher":
+    if not options.taught:
         return None
     if options.teacher is None:
         return float_network(network, images, settings, options.out, progress=options.progress)

@@ -76,7 +76,7 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     test = batched(*held, batch_size=1000)
 
     float_model = float_network(network, images, settings, options.out, progress=options.progress)
-    teacher = float_model if options.distill == "teacher" else None
+    teacher = float_model if options.taught else None
     if options.teacher is not None:
         teacher = teacher_network(options.teacher, images, settings, options.out, progress=options.progress)
     model = prepare(float_model, quant, images[0][:1024])

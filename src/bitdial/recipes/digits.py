@@ -83,7 +83,7 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
         model,
         data,
         config,
-        teacher=float_model if options.distill == "teacher" else None,
+        teacher=float_model if options.taught else None,
         evaluate_on=test,
         checkpoint=joint_checkpoint,
         progress=options.progress,

@@ -1,6 +1,7 @@
 """Train a float model: the start of every recipe, and the baseline that it is measured against."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from bitdial.train.progress import make_progress
 from bitdial.train.state import SavedState, checking, python_random, state_tensors
 
 FLOAT_BITS = 32
+SAVE_EVERY = 10  # seconds, at the end of an epoch; epochs of small networks take less than writing to a slow disk
 UNFINISHED = "unfinished float"
 
 
@@ -39,7 +41,7 @@ def train_float(
 
     On a GPU the step runs through fused kernels and as a CUDA graph, as in joint training. With `checkpoint`, the
     trained weights are kept there; if the file is there already, they are taken from it. Until then the run saves
-    itself beside it after each epoch and on SIGTERM, and goes on from what it finds there.
+    itself beside it every few epochs and on SIGTERM, and goes on from what it finds there.
     """
     settings = {
         "epochs": epochs,
@@ -78,8 +80,6 @@ def train_float(
 
     def save() -> Path | None:
         """Write what there is, and say where."""
-        if not bool(torch.isfinite(last)):
-            raise TrainingError(f"float training, step {number}: the loss is not finite; lower the learning rate")
         if checkpoint is None:
             return None
         if number == total:
@@ -93,6 +93,7 @@ def train_float(
         return _unfinished(checkpoint)
 
     model.train()
+    due = time.monotonic() + SAVE_EVERY
     with make_progress(progress, epochs, total) as view, until_terminated() as stop:
         for epoch in range(number // len(data), epochs):
             for batch in data.batches(epoch, start=number % len(data)):
@@ -108,9 +109,13 @@ def train_float(
                 view.step(epoch, number, StepReport(loss={FLOAT_BITS: last}))
                 if stop.is_set():
                     break
-            where = save()
+            if not bool(torch.isfinite(last)):
+                raise TrainingError(f"float training, step {number}: the loss is not finite; lower the learning rate")
             if stop.is_set():
-                raise stopped(number, where)
+                raise stopped(number, save())
+            if number == total or time.monotonic() >= due:
+                save()
+                due = time.monotonic() + SAVE_EVERY
             view.epoch({"epoch": epoch, "loss": {str(FLOAT_BITS): float(last)}})
     model.eval()
 

@@ -16,6 +16,7 @@ from bitdial.errors import BitdialError, ConfigError
 from bitdial.functional import scheme_of
 from bitdial.nn import TRANSITIONS
 from bitdial.train import History, TrainConfig
+from bitdial.train.config import TAUGHT
 
 TEACHERS = ("resnet56",)
 NORM_FORMS = (*TRANSITIONS, "none")
@@ -84,7 +85,7 @@ class RecipeOptions:
             ),
             "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
             "--transitions needs --sampling": self.transitions != "full" and self.sampling == "none",
-            "--teacher needs --distill teacher": self.teacher is not None and self.distill != "teacher",
+            "--teacher needs --distill teacher or cascade": self.teacher is not None and not self.taught,
             "--teacher-seed needs --teacher": self.teacher_seed is not None and self.teacher is None,
             "--distill-weight and --temperature need a --distill other than none": soft and self.distill == "none",
             "--distill in_place needs a lower width to teach: give --bits two or more": (
@@ -101,6 +102,11 @@ class RecipeOptions:
             if found:
                 raise ConfigError(problem)
         self._check_places()
+
+    @property
+    def taught(self) -> bool:
+        """Whether a float model teaches."""
+        return self.distill in TAUGHT
 
     def _check_places(self) -> None:
         """What the run writes at its end must have a place: nothing is worse than a training that is lost."""

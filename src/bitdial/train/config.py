@@ -13,7 +13,8 @@ SCALE_STATES = ("shared", "per_bits")
 SCALE_STEPS = ("relative", "absolute")
 SCHEDULES = ("cosine", "constant")
 SAMPLINGS = ("none", "hasb", "random")
-DISTILLATIONS = ("none", "progressive", "teacher", "in_place")
+DISTILLATIONS = ("none", "progressive", "teacher", "in_place", "cascade")
+TAUGHT = ("teacher", "cascade")  # those that need a teacher model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class TrainConfig(Config):
     clip_norm       largest norm of the weights' gradient
     autocast        None or 'bfloat16'; the quantizers compute their codes in float32
     distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
-                    (a frozen float model) or 'in_place' (the highest width teaches the others within the step)
+                    (a frozen float model), 'in_place' (the highest width teaches the others within the step) or
+                    'cascade' (the same, and a frozen float model teaches the highest width)
     distill_weight  share of the soft loss; 'progressive' grows it linearly up to this
     sampling        mixed precision: 'none' (each pass at one width), 'hasb' (layers are drawn anew by sensitivity) or
                     'random' (alike); see `bitdial.train.hasb`

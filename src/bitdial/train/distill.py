@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.observe import Batch, call
-from bitdial.train.config import TrainConfig
+from bitdial.train.config import TAUGHT, TrainConfig
 from bitdial.train.distributed import merge_rows
 
 LARGEST_TABLES = 1 << 30  # bytes of past predictions that are kept on the device of the logits
@@ -42,8 +42,8 @@ class Distiller:
         self.kind, self.weight, self.temperature = config.distill, config.distill_weight, config.temperature
         self.epochs = config.epochs
         self.epoch = 0
-        if (self.kind == "teacher") != (teacher is not None):
-            raise ConfigError("distill='teacher' and a teacher model go together; pass both or neither")
+        if (self.kind in TAUGHT) != (teacher is not None):
+            raise ConfigError("distill='teacher' or 'cascade' and a teacher model go together; pass both or neither")
         if self.kind == "progressive" and samples is None:
             raise ConfigError(
                 "distill='progressive' needs the number of training samples (samples=...) and batches "
@@ -99,16 +99,17 @@ class Distiller:
             raise TrainingError("distillation needs a model that returns one tensor of logits")
         if self.kind == "progressive":
             return self._progressive(hard, logits, highest, index)
-        if self.kind == "in_place" and highest:
-            self._targets = logits.detach()
+        targets = self._targets
+        if self.kind in ("in_place", "cascade") and highest:
+            self._targets = logits.detach()  # for the other widths
+        if targets is None:
             return hard
-        assert self._targets is not None
-        if self._targets.shape != logits.shape:
+        if targets.shape != logits.shape:
             raise TrainingError(
-                f"the teacher's outputs have shape {tuple(self._targets.shape)}, the model's {tuple(logits.shape)}; "
+                f"the teacher's outputs have shape {tuple(targets.shape)}, the model's {tuple(logits.shape)}; "
                 "both need the same classes"
             )
-        return (1 - self.weight) * hard + self.weight * soft_loss(logits, self._targets, self.temperature)
+        return (1 - self.weight) * hard + self.weight * soft_loss(logits, targets, self.temperature)
 
     def _progressive(self, hard: Tensor, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
         """The soft loss of samples that are not known is 0, and so is their share of the weight."""
