@@ -184,11 +184,15 @@ def powers(ax: "Axes") -> None:
 
 
 def methods_of(groups: list[result_rows.Group], widths: Widths) -> list[Method]:
-    """The lines of one set of widths: ours, each with the paper's if it is the first that it matches; then the rest."""
+    """The lines of one set of widths: ours, each with the paper's if it is the first that it matches; then the rest.
+
+    Runs of the usual length only.
+    """
     lines = [line for line in paper.RESNET20 if line.widths == widths]
     usual = {name: statistics.mode(one.get(name) for one in groups) for name in ("lr", "epochs")}
     found = []
-    for one in [one for one in groups if one.widths == widths and one.kind() != "ablation"]:
+    shown = [one for one in groups if one.widths == widths and one.get("epochs") == usual["epochs"]]
+    for one in [one for one in shown if one.kind() != "ablation"]:
         line = next((line for line in lines if matches(one, line)), None)
         lines = [other for other in lines if other is not line]
         found.append(Method(label(one, usual), spread([one]), line.by_bits() if line else {}))
@@ -205,20 +209,20 @@ def spread(groups: list[result_rows.Group]) -> dict[int, tuple[float, float, flo
 
 
 def label(one: result_rows.Group, usual: dict[str, Any]) -> str:
-    """A method in words; learning rate and epochs where they are not as `usual`."""
+    """A method in words; the learning rate where it is not as `usual`."""
     cells = result_rows.our_cells(one)
     parts = [cells["method"].replace("`", "")]
     parts += [f"ALRS {cells['ALRS']}"] if cells["ALRS"] else []
     parts += [f"KD {cells['kd']}"] if one.get("kd") != "none" else []
     parts += [f"lr {cells['lr']}"] if one.get("lr") != usual["lr"] else []
-    parts += [f"{cells['epochs']} epochs"] if one.get("epochs") != usual["epochs"] else []
     return ", ".join(parts)
 
 
 def accuracies(methods: list[Method], widths: Widths) -> "Figure":
     """A line for each method, a marker for each width: ours filled, with the range over seeds; the paper's hollow."""
     title = f"ResNet20, CIFAR-10: accuracy by method, widths {', '.join(map(str, widths))}"
-    figure, (ax,) = panels(title, 1, 1, 1.3 + 0.3 * len(methods))
+    labels = [textwrap.fill(method.label, 48) for method in methods]
+    figure, (ax,) = panels(title, 1, 1, 1.3 + 0.3 * len(methods) + 0.1 * sum("\n" in text for text in labels))
     for row, method in enumerate(methods):
         above, below = (row - 0.15, row + 0.2) if method.ours and method.paper else (row, row)
         for bits in reversed(widths):
@@ -231,7 +235,7 @@ def accuracies(methods: list[Method], widths: Widths) -> "Figure":
     shown = [v for m in methods for v in (*m.paper.values(), *(x for x, _, _ in m.ours.values())) if v >= LEAST]
     ax.set_xlim(LEAST - 0.2, max([*shown, LEAST + 1]) + 0.3)
     ax.set_ylim(len(methods) - 0.4, -0.6)
-    ax.set_yticks(range(len(methods)), [method.label for method in methods])
+    ax.set_yticks(range(len(methods)), labels)
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.grid(visible=True, axis="x")

@@ -19,7 +19,7 @@ NEEDED = OUTCOMES | {"seed", "scheme", "alrs", "kd", "bit_choices", "epochs"}
 # A field with this value says the same as no field.
 DEFAULTS = {"model": "resnet20", "split": "test", "kd": "none", "start": "mse", "learn_scales": True}
 # Settings that have a column of their own, or are said by the title of a table.
-COLUMNS = {"model", "split", "bit_choices", "epochs", "lr", "scheme", "alrs", "kd", "teacher"}
+COLUMNS = {"model", "split", "bit_choices", "epochs", "lr", "scheme", "alrs", "kd", "teacher", "teacher_seed"}
 DISTILLATION = {"kd", "teacher", "teacher_seed", "distill_weight", "temperature"}
 # How long and how fast a method trains. All other settings are components: runs that change one are ablations.
 REGIME = {"model", "split", "epochs", "float_epochs", "batch", "lr", "weight_decay"}
@@ -159,7 +159,10 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 def our_cells(runs: Group, base: Mapping[int, float] | None = None) -> Cells:
     """The cells of one setting, with the difference to `base` where it has the width."""
     teacher, scheme, frozen = runs.get("teacher"), runs.get("scheme"), runs.get("learn_scales") is False
-    if reached := [row["teacher_top1"] for row in runs.runs if "teacher_top1" in row]:
+    reached = [row["teacher_top1"] for row in runs.runs if "teacher_top1" in row]
+    if runs.get("teacher_seed") is not None:  # one for all
+        teacher, reached = f"{teacher} of seed {runs.get('teacher_seed')}", reached[:1]
+    if reached:
         teacher = f"{teacher}, {mean(reached)}"
     cells = {
         "method": ", ".join([METHODS.get(scheme, f"`{scheme}`"), *words(runs.settings)]),

@@ -306,11 +306,24 @@ def test_distillation_and_components_against_their_base() -> None:
     ], "the last has no base"
 
 
+def test_short_bases_of_ablations_stand_only_beside_them() -> None:
+    short = [row(0, epochs=30), row(0, epochs=30, start="3std"), row(0, epochs=30, scheme="nested")]
+    short += [row(0, epochs=30, scheme="nested", kd="in_place"), row(0, epochs=20, scheme="lsq")]
+    page = script.make_page([row(0), *short])
+    assert cell(section(page, "## 1."), "| Double", "epochs") == ["90"]
+    assert cell(section(page, "## 2."), "| `", "method") == ["`lsq` (MultiQuant)"], "it is the base of nothing"
+    assert cell(section(page, "### Distillation"), "| ", "epochs")[2:] == ["30", "30"]
+    assert cell(section(page, "### Components"), "| ", "epochs")[2:] == ["30", "30"]
+
+
 def test_a_larger_teacher_is_named_with_its_accuracy() -> None:
     taught = {"kd": "teacher", "teacher": "resnet56", "alrs": "off"}
     rows = [row(0, alrs="off"), row(0, **taught, teacher_top1=93.5), row(1, **taught, teacher_top1=93.7)]
     found = section(script.make_page(rows), "### Distillation")
     assert "teacher (resnet56, 93.60 ± 0.14)" in found
+    shared = {**taught, "teacher_seed": 4, "teacher_top1": 93.5}
+    found = section(script.make_page([row(0, alrs="off"), row(0, **shared), row(1, **shared)]), "### Distillation")
+    assert "teacher (resnet56 of seed 4, 93.50) |" in found
 
 
 def test_dedicated_models_beside_joint_ones() -> None:

@@ -57,7 +57,7 @@ class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
     `loss` takes (model output, targets). `teacher` goes with distill='teacher' or 'cascade', `samples` (the size of the
-    training set) with distill='progressive', `sensitivity` (what `hessian_trace` returns, or a number for each quantised
+    training set) with distill='progressive', `sensitivity` (what `hessian_trace` returns, or a number per quantised
     layer) with sampling='hasb'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
     """
 
