@@ -110,3 +110,24 @@ def test_switch_writes_rows_and_ends_as_freshly_made(tmp_path: Path) -> None:
         assert record["random"].pop(name) == {**found, "addresses_kept": True}
         assert set(record["memory"][name]) == {"master", "active", "table", "words", "blocks"}
     assert not record["random"]
+
+
+def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
+    """From first principles: nested has the widest choice once; double_rounding a master of 8 bits beside it."""
+    out = tmp_path / "memory.json"
+    run("memory.py", "--tiny", "--device", "cpu", "--out", str(out))
+    rows = json.loads(out.read_text())["rows"]
+    found = [(r["scheme"], r["bit_choices"][0], r["master_on"], r["active"], r["master"], r["host"]) for r in rows]
+    assert found == [
+        *(("nested", widest, "device", widest, 0, 0) for widest in (8, 4, 2)),
+        *(
+            ("double_rounding", widest, place, widest, 8 * (place == "device"), 8 * (place == "host"))
+            for widest in (8, 4, 2)
+            for place in ("device", "host")
+        ),
+    ]
+    staging = 8 / 2  # the master of one of the two layers
+    for row in rows:
+        scales = 32 / 256
+        least = scales + (staging if row["master_on"] == "host" else 0)
+        assert least <= row["other"] < least + 0.02
