@@ -80,6 +80,55 @@ def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
         assert expected in row
 
 
+def test_labels_of_no_class_are_named(file, capsys, tmp_path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.zeros((4, 1, 8, 8), np.float32), y=np.array([1, 2, 57, 3]))
+    assert main(["eval", str(file), "--data", str(tmp_path / "data.npz"), "--bits", "4"]) == 1
+    assert "the label 57 is none of the model's 10 classes, 0 to 9" in capsys.readouterr().err
+
+
+SEARCHED = {"3.0 bits": bitdial.BitPlan(default=4), "2.5 bits": bitdial.BitPlan({"layer1.0.conv1": 2}, default=8)}
+
+
+def searched(path, *names: str) -> str:
+    """A file as `bitdial search --out` writes it."""
+    plans = {name: {"plan": SEARCHED[name].to_dict(), "predicted_loss": 1.0} for name in names}
+    path.write_text(json.dumps({"plans": plans}))
+    return str(path)
+
+
+def test_bits_from_what_search_writes(file, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    x, y = torch.rand(40, 1, 8, 8), torch.randint(0, 10, (40,))
+    np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
+    one, two = searched(tmp_path / "one.json", "2.5 bits"), searched(tmp_path / "two.json", "3.0 bits", "2.5 bits")
+    settings = {one: "2.5 bits", f"{two}:3.0 bits": "3.0 bits", f"{two}:2.5 bits": "2.5 bits"}
+    options = [word for setting in settings for word in ("--bits", setting)]
+    assert main(["eval", str(file), "--data", str(tmp_path / "data.npz"), *options]) == 0
+    text, live = capsys.readouterr().out, bitdial.load(file)
+    for setting, name in settings.items():
+        bitdial.set_bits(live, SEARCHED[name])
+        row = next(line for line in text.splitlines() if f" {setting} " in line)
+        assert f"{100 * bitdial.accuracy(live, [(x, y)]):.2f} %" in row
+    assert main(["switch", str(file), "--bits", one, "--data", str(tmp_path / "data.npz")]) == 0
+    assert "Accuracy there" in capsys.readouterr().out
+    assert main(["export", str(file), "--onnx", str(tmp_path / "x.onnx"), "--bits", one]) == 0
+    assert "1 x 2 bits as INT2, 7 x 8 bits as INT8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["eval"], ["switch"], ["export", "--onnx", "x.onnx"]])
+def test_bits_from_files_that_do_not_say_which_plan(file, capsys, tmp_path, command) -> None:
+    two = searched(tmp_path / "two.json", "3.0 bits", "2.5 bits")
+    (tmp_path / "odd.json").write_text('{"plans": {"a": [4]}}')
+    for bits, words in (
+        (two, f"has 2 plans; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
+        (f"{two}:4", f"has no plan '4'; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
+        (str(tmp_path / "odd.json"), "not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search"),
+        (str(tmp_path / "none.json"), "No such file"),
+    ):
+        assert main([*command, str(file), "--bits", bits]) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_a_recipe_that_is_no_text_is_no_recipe(file, capsys, tmp_path) -> None:
     odd = tmp_path / "odd.safetensors"
     odd.write_bytes(file.read_bytes())
@@ -242,7 +291,7 @@ def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None
     ("options", "words"),
     [
         (["--bits", "5"], "bits=5 is not in bit_choices (8, 6, 4, 2)"),
-        (["--bits", "wide"], "'wide' is not a bit-width and not the name of a stored plan"),
+        (["--bits", "wide"], "--bits wide: not a width, a pair such as 4:8, a .json file, or a stored plan (narrow-"),
         (["--bits", "none.json"], "cannot read none.json: No such file"),
         (["--bits", "4", "--input", "3x8x8"], "the model does not run on the sample"),
     ],

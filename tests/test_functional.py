@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,6 +152,12 @@ def test_narrow_keeps_dtype_shape_and_its_argument(dtype: torch.dtype) -> None:
             assert got.shape == codes.shape
             got.zero_()  # not a view of the stored codes, even where nothing is narrowed
             assert torch.equal(codes, before)
+
+
+@pytest.mark.parametrize("codes", [np.zeros(3, np.int8), [1, 2, 3], 5])
+def test_narrow_takes_tensors(codes: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"codes must be a torch tensor, got {type(codes).__name__}"):
+        bf.narrow(codes, high=8, low=4)
 
 
 def test_narrow_of_nothing_is_nothing() -> None:

@@ -832,6 +832,27 @@ def test_an_encoder_layer_quantises_without_gradients_too() -> None:
     torch.testing.assert_close(without, with_gradients, rtol=1e-4, atol=1e-5)
 
 
+def test_an_encoder_takes_a_padding_mask_without_gradients_too() -> None:
+    """There torch's own encoder makes nested tensors for its fast path, which no quantizer takes."""
+
+    class Encoder(Lines):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.o(self.encoder(self.i(x), src_key_padding_mask=mask))
+
+    sequences, mask = randn(3, 5, 6), torch.zeros(3, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    prepared = prepare(Encoder(), QUICK, (sequences, mask)).eval()
+    set_bits(prepared, 2)
+    with_gradients = prepared(sequences, mask).detach()
+    with torch.no_grad():
+        torch.testing.assert_close(prepared(sequences, mask), with_gradients, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "layers", "first"),
     [

@@ -669,6 +669,9 @@ def test_a_plan_of_another_model_is_refused_before_anything_runs(model: nn.Modul
 
     with pytest.raises(PlanError, match="names 'other'"):
         evaluate_plans(model, [BitPlan(default=8), BitPlan({"other": 4}, default=4)], [], never, progress=False)
+    for plan in (BitPlan(default=8), 8):
+        with pytest.raises(PlanError, match="is one setting where several are taken"):
+            evaluate_plans(model, plan, [], never, progress=False)  # type: ignore[arg-type]
 
 
 @given(points=st.dictionaries(st.integers(), st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))

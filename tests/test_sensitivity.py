@@ -412,6 +412,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "negative tolerance": ({"tolerance": -0.1}, "tolerance=-0.1"),
     "NaN tolerance": ({"tolerance": math.nan}, "tolerance=nan"),
     "one sample": ({"most_samples": 1}, "most_samples must be a whole number of at least 2, got 1"),
+    "a seed": ({"generator": 0}, r"generator=0 must be a torch.Generator: torch.Generator\(\).manual_seed\(0\)"),
     "half a sample": ({"most_samples": 2.5}, "most_samples must be a whole number"),
 }
 

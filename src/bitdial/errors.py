@@ -36,6 +36,10 @@ class QuantizationError(BitdialError):
     """
 
 
+class HiddenWeightError(BitdialError, AttributeError):
+    """The weight of a layer that runs on integer codes was asked for more than its shape, type and device."""
+
+
 class TrainingError(BitdialError):
     """A training run cannot go on: the loss diverged or became non-finite."""
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from bitdial.errors import ConfigError
 from bitdial.nn import PackedLayer, QuantLayer
 from bitdial.nn.layers import conv_arguments
-from bitdial.observe import Batch, call
+from bitdial.observe import Batch, call, pairs
 from bitdial.plan import set_bits, unwrap
 from bitdial.prepare import swap_modules
 from bitdial.sensitivity import LayerSensitivity, Sensitivity, check_count
@@ -72,7 +72,9 @@ def hessian_trace(
     if not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
         raise ConfigError(f"tolerance={tolerance!r} must be a number of at least 0, such as 0.1 for 10 %")
     check_count("most_samples", most_samples, 2)
-    data = _Data(list(batches), loss)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ConfigError(f"generator={generator!r} must be a torch.Generator: torch.Generator().manual_seed(0)")
+    data = _Data(list(pairs(batches)), loss)
     view, weights = _float_copy(model, layers)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     forms: dict[str, list[float]] = {name: [] for name in weights}
@@ -127,8 +129,6 @@ class _Data:
     def __init__(self, batches: list[tuple[Batch, Any]], loss: Loss):
         if not batches:
             raise ConfigError("there are no batches; pass (inputs, targets) of about 1,000 samples")
-        if bad := [i for i, batch in enumerate(batches) if not isinstance(batch, tuple | list) or len(batch) != 2]:
-            raise ConfigError(f"batch {bad[0]} is not a pair (inputs, targets)")
         self.batches, self.loss = batches, loss
         self.sizes = [_samples(number, *batch) for number, batch in enumerate(batches)]
         self.images = sum(self.sizes)

@@ -1,10 +1,11 @@
 """Watch a model run on sample data: which layer runs when, on what input, and which layer feeds which norm."""
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitdial.errors import ConfigError, QuantizationError
+from bitdial.plan import unwrap
 
 MOST_SAMPLES = 1 << 16
 
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]
+INPUTS_ALONE = "Where inputs alone are wanted, leave out the targets: [x for x, _ in batches]"
+_INPUTS = f"give a tensor, a tuple of positional or a dict of keyword arguments of the model. {INPUTS_ALONE}"
 
 
 @dataclass
@@ -29,16 +33,37 @@ class LayerInput:
 
 
 def call(model: Callable[..., Any], batch: Batch) -> Any:
-    """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, dict):
-        return model(**batch)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    raise ConfigError(
-        f"a calibration batch must be a tensor, a tuple of arguments or a dict, got {type(batch).__name__}"
-    )
+    """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments; ConfigError if it has others."""
+    if not isinstance(batch, Tensor | tuple | dict):
+        raise ConfigError(f"the inputs are a {type(batch).__name__}; {_INPUTS}")
+    args = batch if isinstance(batch, tuple) else () if isinstance(batch, dict) else (batch,)
+    kwargs = batch if isinstance(batch, dict) else {}
+    try:
+        return model(*args, **kwargs)
+    except TypeError:
+        _check_arguments(model, args, kwargs)
+        raise
+
+
+def _check_arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ConfigError if `model` does not take these arguments; else a TypeError is its own affair."""
+    forward = getattr(unwrap(cast(nn.Module, model)), "forward", model)
+    try:
+        inspect.signature(forward).bind(*args, **kwargs)
+    except TypeError as problem:
+        raise ConfigError(f"the model does not take these inputs ({problem}); {_INPUTS}") from problem
+
+
+def pairs(batches: Iterable[Any]) -> Iterator[tuple[Batch, Any]]:
+    """`batches` one by one; ConfigError for what is not a pair (inputs, targets)."""
+    for number, batch in enumerate(batches):
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+            raise ConfigError(
+                f"batch {number} is not a pair (inputs, targets) but a {type(batch).__name__}{size}; "
+                "batched(inputs, targets) makes pairs of two tensors"
+            )
+        yield batch[0], batch[1]
 
 
 @contextmanager

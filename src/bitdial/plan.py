@@ -1,15 +1,16 @@
 """Bit plans, and the dial: the one way to change which width a model runs at."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from numbers import Integral
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import nn
 
 from bitdial.errors import PlanError
 
 LayerBits = int | tuple[int, int]
+Setting = TypeVar("Setting")
 STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
 SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Board
 
@@ -222,6 +223,13 @@ def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitP
                     "choose one of these (QuantConfig sets them in training; load(bit_choices=...) may offer fewer)"
                 )
     return chosen
+
+
+def listed(settings: Iterable[Setting]) -> list[Setting]:
+    """`settings` as a list; PlanError for one that is not in a list."""
+    if isinstance(settings, str | BitPlan) or not isinstance(settings, Iterable):
+        raise PlanError(f"{settings!r} is one setting where several are taken; give a list: [{settings!r}]")
+    return list(settings)
 
 
 def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:

@@ -62,6 +62,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         raise ConfigError("the model is prepared already; prepare a float model")
     _check_weights(model)
     model = copy.deepcopy(model)
+    _turn_off_fast_paths(model)
     candidates = {n: m for n, m in model.named_modules() if type(m) in SWAPS}
     if not candidates:
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(t.__name__ for t in SWAPS)})")
@@ -136,8 +137,16 @@ def swap_modules(model: nn.Module, new: dict[nn.Module, nn.Module]) -> None:
         for name, child in parent._modules.items():
             if child is not None and child in new:
                 parent._modules[name] = new[child]
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            parent.activation_relu_or_gelu = 0  # turns off its fast path, which reads the children's float weights
+    _turn_off_fast_paths(model)
+
+
+def _turn_off_fast_paths(model: nn.Module) -> None:
+    """Let PyTorch's own encoders call their layers, in place: fast paths read float weights and make nested tensors."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _check_weights(model: nn.Module) -> None:

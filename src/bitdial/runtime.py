@@ -27,7 +27,7 @@ from bitdial.nn import (
 )
 from bitdial.plan import STORED_PLANS, set_bits
 from bitdial.prepare import swap_modules
-from bitdial.weight_only import ArenaLinear, packed_linears
+from bitdial.weight_only import ArenaLinear, WordsLinear, packed_linears
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
 TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
@@ -130,7 +130,7 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
             if not bool(parameter.isfinite().all()):
                 raise ConfigError(f"the parameter {name!r} has values beyond {dtype}; choose torch.bfloat16")
     for layer in live.modules():
-        if isinstance(layer, PackedLayer):
+        if isinstance(layer, PackedLayer | WordsLinear):
             layer.active = layer.active.to(dtype)
 
 

@@ -76,6 +76,8 @@ def test_what_belongs_to_another_model_is_refused(file: Path) -> None:
     ):
         with pytest.raises(PlanError, match=words):
             amend(file, plans={"x": plan})
+    with pytest.raises(ArtifactError, match="plans is a list"):
+        amend(file, plans=[bitdial.BitPlan(default=4)])  # type: ignore[arg-type]
     with pytest.raises(ArtifactError, match="53 weights, but it has 108"):
         amend(file, sensitivity=sensitivity(53))
     with pytest.raises(ArtifactError, match="cannot write"):

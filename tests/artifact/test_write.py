@@ -210,6 +210,22 @@ def test_a_plan_that_is_no_plan(tmp_path: Path, prepared: Callable[..., nn.Modul
     assert nothing_but(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"plans": [BitPlan(default=8)]}, r"plans is a list; give a dict: plans=\{name: \.\.\.\}"),
+        ({"plans": {4: BitPlan(default=4)}}, "a plan is called 4; its name must be text"),
+        ({"metrics": [0.5]}, "metrics is a list; give a dict"),
+    ],
+)
+def test_what_is_stored_by_name_comes_with_names(
+    tmp_path: Path, prepared: Callable[..., nn.Module], given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ArtifactError, match=words):
+        save(prepared(), tmp_path / "m", **given)
+    assert nothing_but(tmp_path)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), torch.ones(1), {1, 2}, object()])
 def test_metrics_that_are_not_json(tmp_path: Path, prepared: Callable[..., nn.Module], bad: object) -> None:
     with pytest.raises(ArtifactError, match="cannot write"):

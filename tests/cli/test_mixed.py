@@ -12,6 +12,7 @@ import torch
 import bitdial
 from bitdial.artifact import amend
 from bitdial.cli import main
+from bitdial.cli.arguments import resolve_setting
 from bitdial.container import read_container, write_container
 from bitdial.errors import ArtifactError
 from bitdial.search import MeasuredFront
@@ -77,6 +78,8 @@ def test_search_prints_writes_and_stores_what_the_library_finds(
     live = bitdial.load(file)
     bitdial.set_bits(live, "3.0 bits")
     assert bitdial.get_bits(live) == found["3.0 bits"].plan
+    for name, one in found.items():
+        assert resolve_setting(f"{out}:{name}", bitdial.read_artifact(file)) == one.plan
 
 
 def test_search_leaves_the_file_alone_unless_told(file: Path) -> None:

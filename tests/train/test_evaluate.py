@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from bitdial.config import QuantConfig
-from bitdial.errors import PlanError, QuantizationError, TrainingError
+from bitdial.errors import ConfigError, PlanError, QuantizationError, TrainingError
 from bitdial.plan import BitPlan, get_bits, set_bits
 from bitdial.prepare import prepare
 from bitdial.train.config import TrainConfig
+from bitdial.train.data import ArrayData
 from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
 from bitdial.train.steps import JointStep
 
@@ -76,12 +78,81 @@ def test_an_output_that_is_not_finite(value: float) -> None:
         accuracy(Echo(), [(LOGITS * value, torch.zeros(5, dtype=torch.int64))])
 
 
+@pytest.mark.parametrize("label", [3, 12, -1, -100])
+def test_a_label_of_no_class(label: int) -> None:
+    targets = torch.tensor([1, 0, 0, 2, label])
+    with pytest.raises(TrainingError, match=rf"the label {label} is none of the model's 3 classes, 0 to 2"):
+        accuracy(Echo(), batched(LOGITS, targets, 2))
+    with pytest.raises(TrainingError, match=f"the label {label} "):
+        accuracy(Echo(), [(LOGITS.reshape(1, 5, 3), targets.to(torch.int32).reshape(1, 5))])
+
+
+def test_targets_need_not_be_whole_numbers() -> None:
+    """They are compared as they are; only a whole number is the number of a class."""
+    assert accuracy(Echo(), [(LOGITS, torch.tensor([1.0, 0.0, 0.5, -3.0, 7.5]))]) == 2 / 5
+    assert accuracy(Echo(), [(LOGITS[:, :2], torch.tensor([True, False, True, True, True]))]) == 3 / 5
+    assert accuracy(Echo(), [(LOGITS[:0], torch.zeros(0, dtype=torch.int64)), (LOGITS[:1], torch.tensor([1]))]) == 1
+
+
+NOT_PAIRS: dict[str, tuple[Any, str]] = {
+    "two tensors": ((LOGITS, torch.zeros(5)), r"batch 0 is not a pair \(inputs, targets\) but a Tensor; batched\("),
+    "inputs alone": ([LOGITS], "batch 0 is not a pair"),
+    "three parts": ([(LOGITS, torch.zeros(5), torch.arange(5))], "but a tuple of 3"),
+    "a dict": ([{"x": LOGITS}], "but a dict"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PAIRS)
+def test_batches_that_are_not_pairs(case: str) -> None:
+    batches, words = NOT_PAIRS[case]
+    with pytest.raises(ConfigError, match=words):
+        accuracy(Echo(), batches)
+
+
+def test_outputs_and_targets_that_are_no_tensors() -> None:
+    class Wrapped(Echo):
+        def forward(self, x: Tensor, factor: float = 1.0) -> Any:
+            return {"logits": x}
+
+    with pytest.raises(TrainingError, match="the model's output must be one tensor to compare, got dict"):
+        accuracy(Wrapped(), [(LOGITS, torch.zeros(5))])
+    with pytest.raises(TrainingError, match="the targets must be one tensor to compare, got list"):
+        accuracy(Echo(), [(LOGITS, [0, 0, 0, 0, 0])])  # type: ignore[list-item]
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    targets = torch.zeros(5, dtype=torch.int64)
+    for inputs in ((LOGITS, 1.0, 2.0), {"x": LOGITS, "mask": None}, {"factor": 1.0}):
+        with pytest.raises(ConfigError, match="the model does not take these inputs"):
+            accuracy(Echo(), [(inputs, targets)])
+    with pytest.raises(ConfigError, match="the inputs are a list; give a tensor, a tuple"):
+        accuracy(Echo(), [([LOGITS], targets)])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="object"):  # the model's own affair
+        accuracy(Echo(), [((LOGITS, object()), targets)])
+
+
 def test_batched_keeps_order_and_everything() -> None:
     inputs, targets = torch.arange(10.0), torch.arange(10)
     parts = batched(inputs, targets, 4)
     assert [len(x) for x, _ in parts] == [4, 4, 2]
     assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
     assert torch.equal(torch.cat([y for _, y in parts]), targets)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "size", "words"),
+    [
+        (np.zeros((4, 2)), torch.zeros(4), 2, "inputs must be a torch tensor, got ndarray"),
+        (torch.zeros(4, 2), [0, 1, 1, 0], 2, "targets must be a torch tensor, got list"),
+        (torch.zeros(4, 2), torch.zeros(3), 256, "one length above 0, got 4 and 3"),
+        (torch.zeros(4, 2), torch.zeros(4), 0, "batch_size=0 must be at least 1"),
+    ],
+)
+def test_samples_that_cannot_be_batched(inputs: Any, targets: Any, size: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        batched(inputs, targets, size)
+    with pytest.raises(ConfigError, match=words):
+        ArrayData(inputs, targets, batch_size=size)
 
 
 # --- evaluate -------------------------------------------------------------------------------------
@@ -107,6 +178,7 @@ def test_evaluate_gives_the_accuracy_of_each_setting(trained: nn.Module, make_im
     settings: list[Any] = [8, 4, 2, (4, 2), MIXED]
     found = evaluate(model, iter(batches), settings)  # an iterator: used once, for all settings
     assert list(found) == settings
+    assert evaluate(model, batches, dict.fromkeys(settings)) == found  # whatever is iterated over
     for setting in settings:
         set_bits(model, setting)
         logits = torch.cat([model.eval()(x) for x, _ in batches])
@@ -135,6 +207,12 @@ def test_evaluate_puts_the_setting_back_after_an_error(make_model: MakeModel, ma
     with pytest.raises(PlanError):
         evaluate(model, [(inputs, targets)], [5])
     assert set(get_bits(model).values()) == {(4, 4)}
+
+
+@pytest.mark.parametrize("setting", [8, "3.0 bits", MIXED])
+def test_one_setting_that_is_not_in_a_list(make_model: MakeModel, setting: Any) -> None:
+    with pytest.raises(PlanError, match=r"is one setting where several are taken; give a list: \["):
+        evaluate(make_model(), [], setting)
 
 
 # --- recalibrate_norms ----------------------------------------------------------------------------
@@ -286,6 +364,26 @@ def test_a_mask_may_hold_infinity(make_float: Callable[..., nn.Module], make_ima
     model = prepare(Masked(make_float()), QuantConfig(), (x, mask))
     recalibrate_norms(model, [(x, mask), {"x": x, "mask": mask}], 8)
     assert int(model.images.norm1.sets["8"].num_batches_tracked) == 2
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
+def test_one_batch_stands_for_itself(trained: nn.Module, make_images: MakeImages, kind: str) -> None:
+    x = make_images(8)[0]
+    recalibrate_norms(trained, [x], 4)
+    expected = trained.norm1.sets["4"].running_mean.clone()
+    recalibrate_norms(trained, [make_images(8, seed=1)[0]], 4)
+    assert not torch.equal(trained.norm1.sets["4"].running_mean, expected)
+    batch: Any = {"tensor": x, "dict": {"input": x}}[kind]
+    recalibrate_norms(trained, batch, 4)
+    assert torch.equal(trained.norm1.sets["4"].running_mean, expected)
+
+
+@pytest.mark.parametrize("form", [lambda x, y: (x, y), lambda x, y: [(x, y)], lambda x, y: [[x, y]]])
+def test_targets_are_not_wanted(trained: nn.Module, make_images: MakeImages, form: Callable[..., Any]) -> None:
+    before = {n: v.clone() for n, v in trained.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"leave out the targets: \[x for x, _ in batches\]"):
+        recalibrate_norms(trained, form(*make_images(8)), 4)
+    assert [n for n, v in trained.state_dict().items() if not torch.equal(v, before[n])] == []
 
 
 def test_no_batches_is_an_error_that_leaves_the_statistics(trained: nn.Module) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitdial._version import __version__
-from bitdial.artifact.format import check_sensitivity
+from bitdial.artifact.format import check_named, check_sensitivity
 from bitdial.artifact.read import read_artifact
 from bitdial.container import write_container
 from bitdial.errors import ArtifactError, PlanError
@@ -25,6 +25,7 @@ def amend(
     `plans` and `metrics` replace what has the same name and leave the rest; a plan that is None is taken out.
     `sensitivity` replaces the stored one. What does not fit the file's model is an error, and nothing is written.
     """
+    check_named(plans, metrics)
     artifact = read_artifact(path)
     choices = dict.fromkeys(artifact.layers, artifact.bit_choices)
     stored = dict(artifact.plans)

@@ -97,6 +97,15 @@ def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
     }
 
 
+def check_named(plans: Mapping[str, object] | None, metrics: Mapping[str, object] | None) -> None:
+    """Raise ArtifactError unless what is to be stored by names comes with them."""
+    for what, given in (("plans", plans), ("metrics", metrics)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ArtifactError(f"{what} is a {type(given).__name__}; give a dict: {what}={{name: ...}}")
+    if odd := [name for name in plans or {} if not isinstance(name, str)]:
+        raise ArtifactError(f"a plan is called {odd[0]!r}; its name must be text")
+
+
 def check_sensitivity(sensitivity: Sensitivity, layers: Mapping[str, dict[str, Any]]) -> None:
     """Raise ArtifactError unless the layer table has the layers of `sensitivity`, with as many weights."""
     for name, entry in sensitivity.layers.items():

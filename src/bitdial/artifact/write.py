@@ -13,6 +13,7 @@ from bitdial.artifact.format import (
     FLOAT,
     LARGEST_CODE,
     VERSION,
+    check_named,
     check_sensitivity,
     float_state,
     layer_table_entry,
@@ -41,6 +42,7 @@ def save(
     are named BitPlans to keep with it, `metrics` any JSON values, `sensitivity` is what `hessian_trace` found. Schemes
     that cannot narrow (`lsq`, `dorefa`) store float weights.
     """
+    check_named(plans, metrics)
     model = unwrap(model)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
     if not layers and is_live(model):

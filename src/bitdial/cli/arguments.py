@@ -2,10 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from bitdial.artifact import Artifact
 from bitdial.config import check_bit_choices
-from bitdial.errors import ConfigError
-from bitdial.plan import LayerBits
+from bitdial.container import read_json
+from bitdial.errors import ConfigError, PlanError
+from bitdial.plan import BitPlan, LayerBits
+
+BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan or of `search --out`"
 
 
 def file_argument(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +61,46 @@ def bits_setting(text: str) -> LayerBits | str:
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
         return int(text) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
     return text
+
+
+def resolve_setting(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:
+    """What `--bits` asks for: a width or pair as it is, a plan of the file by its name, or one from a .json file.
+
+    Of a file with several plans, `plans.json:NAME` is the one of that name.
+    """
+    if not isinstance(setting, str):
+        return setting
+    if setting in artifact.plans:
+        return artifact.plans[setting]
+    stem, sign, name = setting.partition(".json:")
+    if not sign and not setting.endswith(".json"):
+        raise ConfigError(
+            f"--bits {setting}: not a width, a pair such as 4:8, a .json file, or a stored plan "
+            f"({', '.join(artifact.plans) or 'the file has none'})"
+        )
+    path = f"{stem}.json" if sign else setting
+    plans = _plans_in(path)
+    if sign and name in plans:
+        return plans[name]
+    if not sign and len(plans) == 1:
+        return next(iter(plans.values()))
+    names = ", ".join(map(repr, plans))
+    problem = f"has no plan {name!r}" if sign else f"has {len(plans)} plans"
+    raise PlanError(f"--bits {setting}: {path} {problem}; choose one by its name, as in {path}:NAME ({names})")
+
+
+def _plans_in(path: str) -> dict[str, BitPlan]:
+    """The plans in a .json file by name, as `bitdial search --out` writes them; a plan by itself has no name."""
+    values: Any = read_json(path)
+    try:
+        if isinstance(values, dict) and isinstance(found := values.get("plans"), dict) and found:
+            return {name: BitPlan.from_dict(one["plan"]) for name, one in found.items()}
+        return {"": BitPlan.from_dict(values)}
+    except (PlanError, KeyError, TypeError) as problem:
+        raise PlanError(
+            f"--bits {path}: not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search --out` writes "
+            f"({problem})"
+        ) from problem
 
 
 def plan_name(text: str) -> str:

@@ -14,17 +14,26 @@ from typing import Any
 
 import torch
 
-from bitdial.artifact import Artifact, read_artifact, sizes
-from bitdial.cli.arguments import bit_list, bits_setting, file_argument, positive, seed, test_data_argument
+from bitdial.artifact import read_artifact, sizes
+from bitdial.cli.arguments import (
+    BITS_HELP,
+    bit_list,
+    bits_setting,
+    file_argument,
+    positive,
+    resolve_setting,
+    seed,
+    test_data_argument,
+)
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.export import export_command
 from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
 from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
 from bitdial.config import SCALE_GRADIENTS, STARTS
-from bitdial.errors import BitdialError, ConfigError
+from bitdial.errors import BitdialError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
 from bitdial.kernel_choice import KERNELS
-from bitdial.plan import BitPlan, LayerBits, set_bits
+from bitdial.plan import set_bits
 from bitdial.recipes import NORM_FORMS, RECIPES, TEACHERS, TEST_DATA, RecipeOptions
 from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
@@ -71,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         type=bits_setting,
         action="append",
         metavar="B",
-        help="width (4), pair (4:8) or stored plan; repeat for several (default: every width)",
+        help=f"{BITS_HELP}; repeat for several (default: every width)",
     )
     _live_arguments(evaluate)
     test_data_argument(evaluate)
@@ -84,9 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
     switch = commands.add_parser("switch", help="switch an artifact while it is live; time it and evaluate there")
     file_argument(switch)
-    switch.add_argument(
-        "--bits", type=bits_setting, required=True, metavar="B", help="width (4), pair (4:8) or stored plan"
-    )
+    switch.add_argument("--bits", type=bits_setting, required=True, metavar="B", help=BITS_HELP)
     _live_arguments(switch)
     test_data_argument(switch)
     switch.set_defaults(run=_switch)
@@ -280,19 +287,20 @@ def _train(options: argparse.Namespace) -> None:
 
 def _eval(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
+    settings = [(setting, resolve_setting(setting, artifact)) for setting in options.bits or artifact.bit_choices]
     live = load(artifact, device=options.device, kernels=options.kernels)
     data = test_data(options.data, artifact)
     rows = []
-    for setting in options.bits or artifact.bit_choices:
-        set_bits(live, _resolve(setting, artifact))
+    for setting, bits in settings:
+        set_bits(live, bits)
         rows.append([setting_label(setting), f"{100 * accuracy_on(live, data, options.device):.2f} %"])
     show_table(str(options.file), ["setting", "accuracy"], rows)
 
 
 def _switch(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
+    target = resolve_setting(options.bits, artifact)
     live = load(artifact, device=options.device, kernels=options.kernels)
-    target = _resolve(options.bits, artifact)
     wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     rows = []
     for start in artifact.bit_choices:
@@ -359,17 +367,6 @@ def _inspect(options: argparse.Namespace) -> None:
         for name, entry in artifact.layers.items()
     ]
     show_table("Layers", ["layer", "type", "weight", "activations", "tied to"], layers)
-
-
-def _resolve(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:
-    if not isinstance(setting, str):
-        return setting
-    if setting not in artifact.plans:
-        raise ConfigError(
-            f"--bits {setting}: not a width, a pair such as 4:8, or a stored plan "
-            f"({', '.join(artifact.plans) or 'the file has none'})"
-        )
-    return artifact.plans[setting]
 
 
 def _describe_norms(size: dict[str, Any]) -> str:

@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 
 from bitdial.artifact import read_artifact
-from bitdial.cli.arguments import bits_setting, file_argument, shape
+from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, resolve_setting, shape
 from bitdial.cli.data import sample_input
-from bitdial.container import read_json
-from bitdial.errors import ConfigError, PlanError
+from bitdial.errors import ConfigError
 from bitdial.export import export_onnx
 from bitdial.export.to_onnx import OPSETS
-from bitdial.plan import BitPlan, LayerBits
 from bitdial.pretrained import export_pretrained
 from bitdial.runtime import load
 
@@ -31,7 +29,7 @@ def export_command(parser: argparse.ArgumentParser) -> None:
         "--bits",
         type=bits_setting,
         metavar="B",
-        help="width (4), pair (4:8), stored plan, or a .json file with a plan (default: the highest width)",
+        help=f"{BITS_HELP} (default: the highest width)",
     )
     parser.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
@@ -58,17 +56,8 @@ def _export(options: argparse.Namespace) -> None:
         return
     artifact = read_artifact(options.file)
     sample = sample_input(options.input, artifact).to(TYPES[options.dtype or "float32"])
-    done = export_onnx(load(artifact), options.onnx, sample, bits=_plan(options.bits), opset=options.opset)
+    bits = None if options.bits is None else resolve_setting(options.bits, artifact)
+    done = export_onnx(load(artifact), options.onnx, sample, bits=bits, opset=options.opset)
     kinds = Counter(done.weights.values())
     parts = [f"{count} x {bits} bits as INT{container}" for (bits, container), count in sorted(kinds.items())]
     print(f"Saved {done.path}: {done.bytes:,} bytes, opset {done.opset}; layers: {', '.join(parts)}")
-
-
-def _plan(setting: LayerBits | str | None) -> LayerBits | BitPlan | str | None:
-    """A .json file as the plan that it holds; other settings as they are."""
-    if not isinstance(setting, str) or not setting.endswith(".json"):
-        return setting
-    try:
-        return BitPlan.from_dict(read_json(setting))
-    except PlanError as problem:
-        raise PlanError(f"--bits {setting}: not a plan, as json.dumps(plan.to_dict()) gives ({problem})") from problem

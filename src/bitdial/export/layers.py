@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from bitdial import functional as bf
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear, SwitchableBatchNorm
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.nn.layers import conv_arguments
 from bitdial.plan import unwrap
 
@@ -44,6 +45,8 @@ def traceable_copy(model: nn.Module, opset: int) -> nn.Module:
 
 class OnnxLayer(nn.Module):
     """What OnnxConv2d and OnnxLinear share: a packed layer's codes and scales at its selected widths. Abstract."""
+
+    weight: Any = property(lambda self: HiddenWeight(self.name, self.weight_codes.shape, self.weight_step))
 
     def _attach(self, layer: PackedLayer, name: str, opset: int) -> None:
         del self.weight

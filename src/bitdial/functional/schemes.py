@@ -80,6 +80,8 @@ def narrow(codes: Tensor, *, high: int, low: int, scheme: str = "double_rounding
             "use double_rounding, nested, truncate or adabits"
         )
     check_ties(ties)
+    if not isinstance(codes, Tensor):
+        raise ConfigError(f"codes must be a torch tensor, got {type(codes).__name__}; torch.as_tensor(codes) makes one")
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise ConfigError(f"codes must be an integer tensor, got {codes.dtype}")
     check_codes(codes, bits=high)

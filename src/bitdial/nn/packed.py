@@ -4,11 +4,14 @@ This is the reference run time. Selecting a width narrows the stored codes and w
 weight that the float kernels use, so its outputs are those of the trained model, bit for bit.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.nn.layers import conv_arguments
 
 
@@ -25,6 +28,7 @@ class PackedLayer(nn.Module):
     act_scale: Tensor | None
     act_zero_point: Tensor | None
     active: Tensor
+    weight: Any = property(lambda self: HiddenWeight(self.name, self.stored.shape, self.active))
 
     def _attach(
         self,

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from bitdial.errors import ConfigError
-from bitdial.plan import BitPlan, at_bits, resolve_plan
+from bitdial.plan import BitPlan, at_bits, listed, resolve_plan
 from bitdial.search.find import Candidate
 from bitdial.search.progress import tracked
 
@@ -26,7 +26,7 @@ def evaluate_plans(
     `measure` is `bitdial.accuracy` or anything like it. `batches` should be held out of training, and not be the test
     set if the front is used to choose.
     """
-    chosen = list(dict.fromkeys(one.plan if isinstance(one, Candidate) else one for one in plans))
+    chosen = list(dict.fromkeys(one.plan if isinstance(one, Candidate) else one for one in listed(plans)))
     for plan in chosen:
         resolve_plan(model, plan)  # before anything takes time
     held_out = list(batches)

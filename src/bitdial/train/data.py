@@ -82,6 +82,18 @@ class Shift:
         return (place >= first) & (place < first + self.cutout)
 
 
+def check_samples(inputs: Tensor, targets: Tensor, batch_size: int) -> None:
+    """Raise ConfigError unless both are tensors of one length above 0, and a batch holds something."""
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ConfigError(f"{name} must be a torch tensor, got {kind}; torch.as_tensor({name}) makes one")
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise ConfigError(f"inputs and targets must have one length above 0, got {len(inputs)} and {len(targets)}")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+
+
 class ArrayData:
     """Training data from tensors: shuffled, batched, augmented by (seed, epoch, index) alone.
 
@@ -94,10 +106,7 @@ class ArrayData:
     def __init__(
         self, inputs: Tensor, targets: Tensor, *, batch_size: int, seed: int = 0, augment: Shift | None = None
     ):
-        if len(inputs) != len(targets) or len(inputs) == 0:
-            raise ConfigError(f"inputs and targets must have one length above 0, got {len(inputs)} and {len(targets)}")
-        if batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        check_samples(inputs, targets, batch_size)
         self.inputs, self.targets = inputs, targets
         self.samples: int | None = len(inputs)
         self.batch_size, self.seed, self.augment = min(batch_size, len(inputs)), seed, augment

@@ -8,18 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitdial.errors import QuantizationError, TrainingError
+from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.observe import Batch, call, evaluating
-from bitdial.plan import BitPlan, LayerBits, at_bits, unwrap
+from bitdial.observe import INPUTS_ALONE, Batch, call, evaluating, pairs
+from bitdial.plan import BitPlan, LayerBits, at_bits, listed, unwrap
+from bitdial.train.data import check_samples
 
 
 def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float:
     """The share of samples whose largest logit is the target, in eval mode, at the model's present setting."""
     right = seen = 0
     with evaluating(model):
-        for inputs, targets in batches:
+        for inputs, targets in pairs(batches):
             logits = call(model, inputs)
+            for what, value in (("the model's output", logits), ("the targets", targets)):
+                if not isinstance(value, Tensor):
+                    raise TrainingError(f"{what} must be one tensor to compare, got {type(value).__name__}")
             if not bool(torch.isfinite(logits).all()):
                 raise QuantizationError("the model's output holds NaN or infinity; check the input")
             guess = logits.argmax(dim=-1)
@@ -27,7 +31,15 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float
                 raise TrainingError(
                     f"targets of shape {tuple(targets.shape)} do not go with predictions of shape {tuple(guess.shape)}"
                 )
-            right += int((guess == targets).sum())
+            classes = logits.shape[-1]
+            odd = (targets < 0) | (targets >= classes)
+            hits, odd_ones = torch.stack([(guess == targets).sum(), odd.sum()]).tolist()  # one wait for the device
+            if odd_ones and not targets.is_floating_point():
+                raise TrainingError(
+                    f"the label {int(targets[odd][0])} is none of the model's {classes} classes, 0 to {classes - 1}; "
+                    "check the targets, or leave such samples out"
+                )
+            right += hits
             seen += targets.numel()
     if seen == 0:
         raise TrainingError("there is nothing to evaluate on: no batch was given")
@@ -38,7 +50,7 @@ def evaluate(
     model: nn.Module, batches: Iterable[tuple[Batch, Tensor]], settings: Iterable[LayerBits | BitPlan | str]
 ) -> dict[Any, float]:
     """Accuracy at each of `settings` (widths, plans, or names of stored ones); the model's setting is put back."""
-    batches = list(batches)
+    settings, batches = listed(settings), list(batches)
     results: dict[Any, float] = {}
     for setting in settings:
         with at_bits(model, setting):
@@ -48,18 +60,22 @@ def evaluate(
 
 def batched(inputs: Tensor, targets: Tensor, batch_size: int = 256) -> list[tuple[Tensor, Tensor]]:
     """Split two tensors into batches, in order."""
+    check_samples(inputs, targets, batch_size)
     return list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
 
 
-def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBits | BitPlan) -> None:
+def recalibrate_norms(
+    model: nn.Module, batches: Tensor | dict[str, Any] | Iterable[Batch], plan: LayerBits | BitPlan | str
+) -> None:
     """Re-estimate in place the batch-norm statistics in use at `plan`, as the plain average over `batches`.
 
-    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Only the sets that `plan`
-    selects change; weights, scales and other sets stay. After an error all statistics are what they were. Use it for a
-    setting that was not trained, such as a plan or weight bits that differ from activation bits.
+    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. A tensor or dict by itself
+    is one batch. Only the sets that `plan` selects change; weights, scales and other sets stay. After an error all
+    statistics are what they were. Use it for a setting that was not trained, such as a plan or weight bits that differ
+    from activation bits.
     """
-    batches = iter(batches)
-    first = next(batches, None)
+    several: Iterator[Batch] = iter([batches] if isinstance(batches, Tensor | dict) else batches)
+    first = next(several, None)
     if first is None:
         raise TrainingError("recalibrate_norms needs at least one batch")
     with at_bits(model, plan), evaluating(model):
@@ -71,8 +87,8 @@ def recalibrate_norms(model: nn.Module, batches: Iterable[Batch], plan: LayerBit
                 "the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')"
             )
         with _averaging(norms.values()):
-            for number, batch in enumerate(itertools.chain([first], batches), start=1):
-                _check_inputs(batch, number)
+            for number, batch in enumerate(itertools.chain([first], several), start=1):
+                _check_inputs(batch, number, first)
                 call(model, batch)
             _check_statistics(norms)
 
@@ -97,9 +113,14 @@ def _averaging(norms: Collection[nn.Module]) -> Iterator[None]:
             norm.momentum = momentum
 
 
-def _check_inputs(batch: Batch, number: int) -> None:
-    """Refuse a tensor with NaN or infinity. Among several inputs, infinity may be meant: a mask has it."""
-    if isinstance(batch, Tensor) and not bool(torch.isfinite(batch).all()):
+def _check_inputs(batch: Batch, number: int, first: Batch) -> None:
+    """Refuse a tensor with NaN or infinity, or that must be targets. Among several inputs, a mask may hold infinity."""
+    if not isinstance(batch, Tensor):
+        return
+    if isinstance(first, Tensor) and batch.is_floating_point() != first.is_floating_point():
+        kinds = f"batch {number} is {batch.dtype}, batch 1 {first.dtype}"
+        raise ConfigError(f"{kinds}: are they of one kind? {INPUTS_ALONE}")
+    if not bool(torch.isfinite(batch).all()):
         raise QuantizationError(f"batch {number} holds NaN or infinity; check the inputs. All statistics stay")
 
 

@@ -19,6 +19,7 @@ from bitdial.errors import QuantizationError
 from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.layouts import packed_fields, unpack_words
 from bitdial.kernels.packed import DTYPES, packed_linear
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.plan import SWITCHBOARD, Board
 
 
@@ -26,11 +27,14 @@ class WordsLinear(nn.Linear):
     """What NestedLinear and ArenaLinear share: a scale for each row, of one step at `high` bits. Abstract.
 
     `words` in `fields` hold the weight at `weight_bits`. `act_bits` is kept for `get_bits`; activations are float.
+    `active` is empty: it has the type that a float weight would have.
     """
 
+    active: Tensor
     scale: Tensor
     words: Tensor
     fields: tuple[int, ...]
+    weight: Any = property(lambda self: HiddenWeight(self.name, (self.out_features, self.in_features), self.active))
 
     def __init__(
         self, linear: nn.Linear, *, name: str, scale: Tensor, high: int, bit_choices: tuple[int, ...], scheme: str
@@ -42,6 +46,7 @@ class WordsLinear(nn.Linear):
         self.centred = bf.scheme_of(scheme).offset == 0.5
         self.weight_bits = self.act_bits = bit_choices[0]
         self.register_buffer("scale", scale)
+        self.register_buffer("active", scale.new_empty(0), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """The product at the selected width, in the type of the input or of autocast."""
