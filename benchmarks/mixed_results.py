@@ -179,9 +179,10 @@ def section(rows: Iterable[Row]) -> str:
 
 
 def shown_budgets(widths: Widths) -> list[float]:
-    """The quarters between the outermost widths, and 3 bits."""
+    """The quarters between the outermost widths, the widths between them, and 3 bits."""
     low, high = widths[-1], widths[0]
-    return sorted({low + (high - low) * share / 4 for share in (1, 2, 3)} | ({3.0} if low < 3 < high else set()))
+    whole = {float(bits) for bits in (3, *widths) if low < bits < high}
+    return sorted({low + (high - low) * share / 4 for share in (1, 2, 3)} | whole)
 
 
 def plans_table(groups: list[Runs]) -> str:

@@ -109,9 +109,9 @@ def test_targets_that_were_not_measured_and_widths_without_any() -> None:
     tops = {"uniform": (92.0, 91.0, 90.0, 88.0), "start": (92.0, 91.0, 90.0, 88.0)}
     text = mixed_results.section(run(bit_choices=widths, **tops))
     assert "target" not in text
-    assert "| 3 bits | 3.5 bits | 5 bits | 6.5 bits |" in text
+    assert "| 3 bits | 3.5 bits | 4 bits | 5 bits | 6 bits | 6.5 bits |" in text
     (line, _) = cells(text, "| HASB")
-    assert line[4:8] == ["", "90.00", "91.00", "91.50"], "no plan was searched for at 3 bits"
+    assert line[4:10] == ["", "90.00", "", "91.00", "", "91.50"], "no plan was searched for at 3, 4 and 6 bits"
 
 
 def test_settings_keep_runs_apart_and_the_order_of_rows_does_not_matter() -> None:
