@@ -33,6 +33,15 @@ def run_under_the_interpreter() -> Callable[[str], None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Bit for bit comparisons need one thread count; tiny tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile without what was compiled before, and nothing left behind."""
     with warnings.catch_warnings():

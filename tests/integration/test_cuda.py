@@ -138,7 +138,10 @@ def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_float_stage_goes_on_where_it_stopped(tmp_path: Path, optimizer: str) -> None:
-    """Fused optimizers take the moments that were saved. Kernels add up in any order: the ends are close, not equal."""
+    """Fused optimizers take the moments that were saved. Kernels add up in any order: the ends are close, not equal.
+
+    Close is a tenth of the way that training went; with the moments lost it would be a third (counted on the CPU).
+    """
     torch.manual_seed(0)
     x, y = torch.randn(72, 3, 16, 16, device="cuda"), torch.randint(0, 10, (72,), device="cuda")
     first = bitdial.build_model("cifar_resnet", blocks=1, width=8).to("cuda", memory_format=torch.channels_last)
@@ -161,8 +164,11 @@ def test_the_float_stage_goes_on_where_it_stopped(tmp_path: Path, optimizer: str
     data = bitdial.ArrayData(x, y, batch_size=16)
     resumed, whole = run(data, tmp_path / "float.ckpt"), run(data, None)
     assert [path.name for path in tmp_path.iterdir()] == ["float.ckpt"]
-    for mine, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0.0, atol=0.02)
+    begun, ended, resumed_end = (
+        torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        for model in (first, whole, resumed)
+    )
+    assert (resumed_end - ended).norm() < 0.1 * (ended - begun).norm()
 
 
 def test_progressive_distillation_in_a_graph_is_that_of_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 each_optimizer = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bit for bit comparisons need one thread count; tiny tensors gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,8 @@ CLASSES = 3
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Bit for bit comparisons need one thread count; tiny tensors gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def in_one_thread(one_thread: None) -> None:
+    """All of them."""
 
 
 def float_net(*, norms: bool = True, dropout: float = 0.0, seed: int = 0, width: int = 4) -> nn.Sequential:

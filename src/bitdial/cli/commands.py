@@ -137,7 +137,11 @@ def _train_command(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--seed", type=seed, help="seed of the start and of the data order (default: %(default)s)")
     train.add_argument("--epochs", type=positive, help="epochs of each stage (default: the recipe's)")
-    train.add_argument("--float-epochs", type=positive, help="epochs of the float stage (default: as many as --epochs)")
+    train.add_argument(
+        "--float-epochs",
+        type=positive,
+        help="epochs of the float stage (default: as many as --epochs; for the teacher of a mixed stage, 90)",
+    )
 
     scales = train.add_argument_group("quantisation")
     scales.add_argument("--bits", type=bit_list, dest="bit_choices", metavar="8,6,4,2", help="widths, descending")

@@ -44,7 +44,7 @@ class RecipeOptions:
     holdout: bool = False
     seed: int = 0
     epochs: int | None = None
-    float_epochs: int | None = None  # None: as many as `epochs`
+    float_epochs: int | None = None  # None: as many as `epochs`; for the teacher of a mixed stage, the recipe's
     batch: int | None = None  # samples in a step of the joint stage
     cutout: int = 0  # side of the square that is cut out of each image in the joint stage
     recalibrate: int = 0  # training batches from which norm statistics are estimated anew at the end; 0: they stay
