@@ -27,7 +27,7 @@ ROWS = ("cifar10-resnet20.json", "cifar10-mobilenetv2.json")
 # The flagship's settings as rows have them, without widths and epochs (at least EPOCHS): all must match, and
 # those not named have their defaults. As long as it is empty, no recipe is chosen and the section is left out.
 FLAGSHIP: dict[str, Any] = {
-    "scheme": "nested", "alrs": "off", "kd": "teacher", "teacher": "resnet56", "lr": 0.002,
+    "scheme": "nested", "alrs": "off", "kd": "progressive", "temperature": 2.0, "lr": 0.002, "float_epochs": 200,
 }  # fmt: skip
 EPOCHS = 90  # of the flagship, of the cost table, and of runs beside the paper's
 TARGETS: dict[Widths, dict[int, float]] = {
