@@ -154,21 +154,23 @@ def milliseconds(contenders: dict[str, list[Call]], options: argparse.Namespace)
 
 
 def candidates(work: Work) -> Iterator[Tiles]:
-    """Tilings worth a try: what fits the layer, a warp group for each 64 rows, stages as shared memory allows."""
+    """Tilings worth a try: what fits the layer, with 32 to 128 outputs a thread.
+
+    A thread reads the numbers of a channel once for its pixels / (8 * warps) pixels: tall tiles on few warps read less.
+    """
     g = work.geometry
-    inputs = {min(size, default_tiles(g, 1).inputs) for size in (64, 128)}
-    outputs = {min(size, power_of_2(g.out_channels // g.groups, 16, 256)) for size in (64, 128, 256)}
     if g.is_depthwise:
         for pixels, channels in itertools.product((16, 32, 64, 128), (32, 64, 128)):
             yield Tiles(pixels, channels, channels, 4, 1)
         return
-    for rows, depth, width in itertools.product((64, 128, 256), sorted(inputs), sorted(outputs)):
-        if rows * width > 128 * 256 or (rows == 64 and work.pixels > 100_000):
+    usual = default_tiles(g, work.pixels)
+    outputs = {min(size, power_of_2(g.out_channels // g.groups, 16, 128)) for size in (32, 64, 128)}
+    for rows, width, warps in itertools.product((64, 128, 256, 512), sorted(outputs), (4, 8)):
+        if not 32 <= rows * width // (32 * warps) <= 128 or (rows == 64 and work.pixels > 100_000):
             continue
-        for stages in (3, 5):
-            if stages * (rows + width) * depth <= 200 << 10:
-                warps = 8 if rows * width >= 128 * 128 else 4
-                yield Tiles(rows, depth, width, warps, stages, min(4, max(1, width // 32)))
+        if usual.stages * (rows + width) * usual.inputs <= 200 << 10:
+            for slices in sorted({1, max(1, width // 32)}):
+                yield Tiles(rows, usual.inputs, width, warps, usual.stages, slices)
 
 
 def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
