@@ -1,7 +1,7 @@
 """Linear layers on packed weights against bf16, against other libraries, and against the bytes that must be read.
 
     python benchmarks/linear.py                    # a table, and results/linear-h200.json
-    python benchmarks/linear.py --sweep            # tries settings of our kernels, prints the best for each shape
+    python benchmarks/linear.py --sweep            # tries settings for few tokens, prints the best for each shape
     python benchmarks/linear.py --tiny             # a try on any machine, under Triton's interpreter without a GPU
 
 `nested` reads one buffer at every width. `packed` has a buffer for each width, as double_rounding does after a switch.
@@ -216,21 +216,6 @@ def few_candidates(text: str | None) -> list[Any]:
     return made
 
 
-def many_candidates(text: str | None) -> list[Any]:
-    """Settings to try for many tokens; `text` as "tokens,rows,warps,stages ..." names others."""
-    from bitdial.kernels.triton_linear import ManySettings
-
-    text = text or "128,128,8,2 64,128,8,3 128,64,4,2 64,64,4,3 128,128,4,2 32,64,4,3"
-    return [ManySettings(*map(int, item.split(","))) for item in text.split()]
-
-
-def settings_to_try(tokens: int, options: argparse.Namespace) -> list[Any]:
-    """Settings of the kernel that serves this many tokens."""
-    from bitdial.kernels.triton_linear import FEW_TOKENS
-
-    return few_candidates(options.few) if tokens <= FEW_TOKENS else many_candidates(options.many)
-
-
 def compile_ahead(work: list[tuple[str, tuple[int, int], int, int, Any]], jobs: int) -> None:
     """Compile side by side into the caches on disk; one after the other it would take minutes."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -253,7 +238,7 @@ def run_once(work: tuple[str, tuple[int, int], int, int, Any]) -> None:
 
 def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: str) -> dict[str, Any]:
     """The times of all settings at one shape, and the best."""
-    candidates = settings_to_try(tokens, bench.options)[: 2 if bench.options.tiny else None]
+    candidates = few_candidates(bench.options.few)[: 2 if bench.options.tiny else None]
     x = bench.tokens(tokens, shape[1])
     first = packed_weight(kind, shape, bits, 0, bench.device)
     exact = x.float() @ values(first, bits).T
@@ -313,9 +298,8 @@ def main() -> None:
     parser.add_argument("--bits", nargs="+", type=int, default=list(BITS))
     parser.add_argument("--kernels", nargs="+", choices=["nested", "packed"], default=["nested", "packed"])
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--sweep", action="store_true", help="try settings of our kernels instead of contenders")
+    parser.add_argument("--sweep", action="store_true", help="try settings of the kernel for up to 16 tokens instead")
     parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers ..."')
-    parser.add_argument("--many", help='settings to try: "tokens,rows,warps,stages ..."')
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is measured")
     add_arguments(parser)
     options = parser.parse_args()
@@ -326,7 +310,7 @@ def main() -> None:
             return
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first kernel does
     shapes = options.shapes or ([(32, 512)] if options.tiny else HEADLINE if options.sweep else SHAPES)
-    tokens = options.tokens or ([1, 20] if options.tiny else [1, 16] if options.sweep else [1, 4, 8, 16, 2048])
+    tokens = options.tokens or ([1, 16] if options.sweep else [1, 20] if options.tiny else [1, 4, 8, 16, 2048])
     missing = [name for name in options.peers if name not in installed() or device.type == "cpu"]
     options.peers = [name for name in options.peers if name not in missing]
     if missing and not options.sweep:
@@ -341,7 +325,7 @@ def main() -> None:
         kinds = options.kernels
         if device.type == "cuda":
             work = [(kind, (64, 4096), m, bits, settings) for kind in kinds for m in tokens for bits in options.bits
-                    if kind == "packed" or bits in BITS for settings in settings_to_try(m, options)]  # fmt: skip
+                    if kind == "packed" or bits in BITS for settings in few_candidates(options.few)]  # fmt: skip
             compile_ahead(work, options.jobs)
         found = [sweep(bench, shape, m, bits, kind) for shape, m in cases for bits in options.bits for kind in kinds
                  if kind == "packed" or bits in BITS]  # fmt: skip
