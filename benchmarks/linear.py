@@ -18,7 +18,7 @@ import itertools
 import math
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -142,10 +142,9 @@ class Bench:
         weights = [first, *(first.clone() for _ in range(self.count(shape, 16) - 1))]
         return self.timer([lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights], x)
 
-    def rows(self, shape: tuple[int, int], tokens: int) -> list[dict[str, Any]]:
+    def rows(self, shape: tuple[int, int], tokens: int) -> Iterator[dict[str, Any]]:
         """All contenders at one shape and number of tokens; one width at a time, so that memory suffices."""
         x = self.tokens(tokens, shape[1])
-        rows = []
         for bits in self.options.bits:
             runs: dict[str, Callable[[], float]] = {"bf16": self.bf16(shape, x)}
             for kind in self.options.kernels:
@@ -167,17 +166,16 @@ class Bench:
                 row = {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": width, "act_bits": 16,
                        "us": round(taken, 3), "speedup_vs_bf16": round(times["bf16"] / taken, 3),
                        "floor_share": round(floor / taken, 3)}  # fmt: skip
-                if name != "bf16" or bits == self.options.bits[0]:
-                    rows.append(row)
                 print(line(row), flush=True)
+                if name != "bf16" or bits == self.options.bits[0]:
+                    yield row
             for name, error in errors.items():
-                rows.append({"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits,
-                             "act_bits": 16, "error": error})  # fmt: skip
                 print(f"{name}: {error}", flush=True)
+                yield {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits,
+                       "act_bits": 16, "error": error}  # fmt: skip
             del runs
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return rows
 
 
 def line(row: dict[str, Any]) -> str:
@@ -327,8 +325,11 @@ def main() -> None:
             work = [(kind, (64, 4096), m, bits, settings) for kind in kinds for m in tokens for bits in options.bits
                     if kind == "packed" or bits in BITS for settings in few_candidates(options.few)]  # fmt: skip
             compile_ahead(work, options.jobs)
-        found = [sweep(bench, shape, m, bits, kind) for shape, m in cases for bits in options.bits for kind in kinds
-                 if kind == "packed" or bits in BITS]  # fmt: skip
+        found: list[dict[str, Any]] = []
+        for (shape, m), bits, kind in itertools.product(cases, options.bits, kinds):
+            if kind == "packed" or bits in BITS:
+                found.append(sweep(bench, shape, m, bits, kind))
+                write_record("linear-sweep", options, script="linear", complete=False, **about, sweep=found)
         best_overall(found)
         write_record("linear-sweep", options, script="linear", **about, sweep=found)
         return
@@ -336,7 +337,11 @@ def main() -> None:
         names = [*options.kernels, *options.peers]
         compile_ahead([(n, s, m, b, None) for s in shapes for m in tokens for b in options.bits for n in names
                        if n != "nested" or b in BITS], options.jobs)  # fmt: skip
-    rows = [row for shape, m in cases for row in bench.rows(shape, m)]
+    rows: list[dict[str, Any]] = []
+    for shape, m in cases:
+        for row in bench.rows(shape, m):
+            rows.append(row)
+            write_record("linear", options, complete=False, **about, headline=headline(rows, HEADLINE), rows=rows)
     means = headline(rows, HEADLINE)
     for name, value in means.items():
         print(f"geometric mean at M 1: {name} {value:.2f}x bf16")
