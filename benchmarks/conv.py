@@ -291,6 +291,7 @@ def main() -> None:
     if options.tiny and not jobs:
         jobs = [("tiny", shape, 2) for shape in TINY]
     rows: list[dict[str, Any]] = []
+    file = "conv-sweep" if options.sweep else "conv"
     with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
         if options.share:
             launch_once(jobs, options)
@@ -298,10 +299,12 @@ def main() -> None:
         for name, shape, batch in jobs:
             work = Work(shape, batch, options.device, options.seed, rotate=not options.tiny)
             rows += sweep(name, work, options) if options.sweep else measure(name, work, options)
+            found = [] if options.sweep else summary(rows)
+            write_record(file, options, script="conv", complete=False, summary=found, rows=rows)
     found = [] if options.sweep else summary(rows)
     for entry in found:
         print(entry)
-    write_record("conv-sweep" if options.sweep else "conv", options, script="conv", summary=found, rows=rows)
+    write_record(file, options, script="conv", summary=found, rows=rows)
 
 
 if __name__ == "__main__":

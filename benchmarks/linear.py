@@ -1,7 +1,7 @@
 """Linear layers on packed weights against bf16, against other libraries, and against the bytes that must be read.
 
     python benchmarks/linear.py                    # a table, and results/linear-h200.json
-    python benchmarks/linear.py --sweep            # tries settings of our kernels, prints the best for each shape
+    python benchmarks/linear.py --sweep            # tries settings for few tokens, prints the best for each shape
     python benchmarks/linear.py --tiny             # a try on any machine, under Triton's interpreter without a GPU
 
 `nested` reads one buffer at every width. `packed` has a buffer for each width, as double_rounding does after a switch.
@@ -18,7 +18,7 @@ import itertools
 import math
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -142,10 +142,9 @@ class Bench:
         weights = [first, *(first.clone() for _ in range(self.count(shape, 16) - 1))]
         return self.timer([lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights], x)
 
-    def rows(self, shape: tuple[int, int], tokens: int) -> list[dict[str, Any]]:
+    def rows(self, shape: tuple[int, int], tokens: int) -> Iterator[dict[str, Any]]:
         """All contenders at one shape and number of tokens; one width at a time, so that memory suffices."""
         x = self.tokens(tokens, shape[1])
-        rows = []
         for bits in self.options.bits:
             runs: dict[str, Callable[[], float]] = {"bf16": self.bf16(shape, x)}
             for kind in self.options.kernels:
@@ -167,17 +166,16 @@ class Bench:
                 row = {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": width, "act_bits": 16,
                        "us": round(taken, 3), "speedup_vs_bf16": round(times["bf16"] / taken, 3),
                        "floor_share": round(floor / taken, 3)}  # fmt: skip
-                if name != "bf16" or bits == self.options.bits[0]:
-                    rows.append(row)
                 print(line(row), flush=True)
+                if name != "bf16" or bits == self.options.bits[0]:
+                    yield row
             for name, error in errors.items():
-                rows.append({"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits,
-                             "act_bits": 16, "error": error})  # fmt: skip
                 print(f"{name}: {error}", flush=True)
+                yield {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits,
+                       "act_bits": 16, "error": error}  # fmt: skip
             del runs
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return rows
 
 
 def line(row: dict[str, Any]) -> str:
@@ -216,21 +214,6 @@ def few_candidates(text: str | None) -> list[Any]:
     return made
 
 
-def many_candidates(text: str | None) -> list[Any]:
-    """Settings to try for many tokens; `text` as "tokens,rows,warps,stages ..." names others."""
-    from bitdial.kernels.triton_linear import ManySettings
-
-    text = text or "128,128,8,2 64,128,8,3 128,64,4,2 64,64,4,3 128,128,4,2 32,64,4,3"
-    return [ManySettings(*map(int, item.split(","))) for item in text.split()]
-
-
-def settings_to_try(tokens: int, options: argparse.Namespace) -> list[Any]:
-    """Settings of the kernel that serves this many tokens."""
-    from bitdial.kernels.triton_linear import FEW_TOKENS
-
-    return few_candidates(options.few) if tokens <= FEW_TOKENS else many_candidates(options.many)
-
-
 def compile_ahead(work: list[tuple[str, tuple[int, int], int, int, Any]], jobs: int) -> None:
     """Compile side by side into the caches on disk; one after the other it would take minutes."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -253,7 +236,7 @@ def run_once(work: tuple[str, tuple[int, int], int, int, Any]) -> None:
 
 def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: str) -> dict[str, Any]:
     """The times of all settings at one shape, and the best."""
-    candidates = settings_to_try(tokens, bench.options)[: 2 if bench.options.tiny else None]
+    candidates = few_candidates(bench.options.few)[: 2 if bench.options.tiny else None]
     x = bench.tokens(tokens, shape[1])
     first = packed_weight(kind, shape, bits, 0, bench.device)
     exact = x.float() @ values(first, bits).T
@@ -313,9 +296,8 @@ def main() -> None:
     parser.add_argument("--bits", nargs="+", type=int, default=list(BITS))
     parser.add_argument("--kernels", nargs="+", choices=["nested", "packed"], default=["nested", "packed"])
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--sweep", action="store_true", help="try settings of our kernels instead of contenders")
+    parser.add_argument("--sweep", action="store_true", help="try settings of the kernel for up to 16 tokens instead")
     parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers ..."')
-    parser.add_argument("--many", help='settings to try: "tokens,rows,warps,stages ..."')
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is measured")
     add_arguments(parser)
     options = parser.parse_args()
@@ -326,7 +308,7 @@ def main() -> None:
             return
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first kernel does
     shapes = options.shapes or ([(32, 512)] if options.tiny else HEADLINE if options.sweep else SHAPES)
-    tokens = options.tokens or ([1, 20] if options.tiny else [1, 16] if options.sweep else [1, 4, 8, 16, 2048])
+    tokens = options.tokens or ([1, 16] if options.sweep else [1, 20] if options.tiny else [1, 4, 8, 16, 2048])
     missing = [name for name in options.peers if name not in installed() or device.type == "cpu"]
     options.peers = [name for name in options.peers if name not in missing]
     if missing and not options.sweep:
@@ -341,10 +323,13 @@ def main() -> None:
         kinds = options.kernels
         if device.type == "cuda":
             work = [(kind, (64, 4096), m, bits, settings) for kind in kinds for m in tokens for bits in options.bits
-                    if kind == "packed" or bits in BITS for settings in settings_to_try(m, options)]  # fmt: skip
+                    if kind == "packed" or bits in BITS for settings in few_candidates(options.few)]  # fmt: skip
             compile_ahead(work, options.jobs)
-        found = [sweep(bench, shape, m, bits, kind) for shape, m in cases for bits in options.bits for kind in kinds
-                 if kind == "packed" or bits in BITS]  # fmt: skip
+        found: list[dict[str, Any]] = []
+        for (shape, m), bits, kind in itertools.product(cases, options.bits, kinds):
+            if kind == "packed" or bits in BITS:
+                found.append(sweep(bench, shape, m, bits, kind))
+                write_record("linear-sweep", options, script="linear", complete=False, **about, sweep=found)
         best_overall(found)
         write_record("linear-sweep", options, script="linear", **about, sweep=found)
         return
@@ -352,7 +337,11 @@ def main() -> None:
         names = [*options.kernels, *options.peers]
         compile_ahead([(n, s, m, b, None) for s in shapes for m in tokens for b in options.bits for n in names
                        if n != "nested" or b in BITS], options.jobs)  # fmt: skip
-    rows = [row for shape, m in cases for row in bench.rows(shape, m)]
+    rows: list[dict[str, Any]] = []
+    for shape, m in cases:
+        for row in bench.rows(shape, m):
+            rows.append(row)
+            write_record("linear", options, complete=False, **about, headline=headline(rows, HEADLINE), rows=rows)
     means = headline(rows, HEADLINE)
     for name, value in means.items():
         print(f"geometric mean at M 1: {name} {value:.2f}x bf16")

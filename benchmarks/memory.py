@@ -95,6 +95,7 @@ def main() -> None:
                     rows.append(row)
                     columns = [f"{row.get(c, 0):8.3f}" for c in ("active", "master", "other", "host", "held", "peak")]
                     print(f"{scheme:20} {','.join(map(str, offer)):12} {master:6} {''.join(columns)}", flush=True)
+                    write_record("memory", options, complete=False, rows=rows)
     write_record("memory", options, rows=rows)
 
 

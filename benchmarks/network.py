@@ -156,6 +156,7 @@ def main() -> None:
             for row in measure(name, options):
                 rows.append(row)
                 print(line(row), flush=True)
+                write_record("network", options, complete=False, rows=rows)
     write_record("network", options, rows=rows)
 
 

@@ -246,7 +246,7 @@ def random_live_switches(live: nn.Module, fresh: Callable[[], nn.Module], count:
 def measure_live_models(
     pairs: list[tuple[int, int]], device: torch.device, options: argparse.Namespace, record: dict[str, Any]
 ) -> None:
-    """Add the rows, memory and random switches of live models to `record`."""
+    """Add the rows, memory and random switches of live models to `record`, and write it after each scheme."""
     for scheme in LIVE_SCHEMES:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "model.safetensors"
@@ -262,6 +262,7 @@ def measure_live_models(
             record["memory"][name] = getattr(live, SWITCHBOARD).bytes_held()
             record["random"][name] = random_live_switches(live, fresh, 3 if options.tiny else 1000, options.seed)
         print(f"{name} {record['memory'][name]} {record['random'][name]}", flush=True)
+        write_record("switch", options, complete=False, **record)
 
 
 def main() -> None:
@@ -299,6 +300,7 @@ def main() -> None:
             options.seed,
         )  # fmt: skip
         print(f"{name:12} {record['memory'][name]} {record['random'][name]}", flush=True)
+        write_record("switch", options, complete=False, **record)
         del arena
     if "live resnet50" in options.models:
         measure_live_models(pairs, device, options, record)

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib.metadata
-import json
 import platform
 import statistics
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from bitdial.container import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "humming-kernels", "gemlite", "torchao")
@@ -95,8 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 7) -> None:
     parser.add_argument("--out", type=Path, help="default: a file in results/ by device; none with --tiny")
 
 
-def write_record(name: str, options: argparse.Namespace, *, script: str | None = None, **found: Any) -> None:
-    """Write what was found, behind the command, seed, versions and device, to results/NAME-DEVICE.json or --out."""
+def write_record(
+    name: str, options: argparse.Namespace, *, script: str | None = None, complete: bool = True, **found: Any
+) -> None:
+    """Write what was found, behind the command, seed, versions and device, to results/NAME-DEVICE.json or --out.
+
+    Called after each row or group with complete=False, so that a run that is stopped leaves what it has measured; the
+    file is replaced as a whole.
+    """
     cpu = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     device = torch.cuda.get_device_name() if options.device == "cuda" else cpu
     kind = "h200" if "H200" in device else "cpu" if device is cpu else "cuda"
@@ -113,10 +120,10 @@ def write_record(name: str, options: argparse.Namespace, *, script: str | None =
         "rounds": options.rounds,
         "device": device,
         "versions": versions,
+        "complete": complete,
         **found,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write_json(out, record)
 
 
 def _command(script: str, arguments: list[str]) -> str:

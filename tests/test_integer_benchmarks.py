@@ -27,7 +27,9 @@ def run(tmp_path: Path, script: str, *options: str) -> dict[str, Any]:
     out = tmp_path / "rows.json"
     command = [sys.executable, str(FOLDER / script), "--tiny", "--rounds", "1", "--device", DEVICE, "--out", str(out)]
     subprocess.run([*command, *options], check=True, timeout=300)
-    return json.loads(out.read_text())
+    record = json.loads(out.read_text())
+    assert record["complete"] is True
+    return record
 
 
 @pytest.mark.slow

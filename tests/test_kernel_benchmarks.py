@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -41,12 +42,34 @@ def test_linear_writes_a_row_for_each_contender(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     assert record["command"] == f"python benchmarks/linear.py {' '.join(arguments)}"
     assert {"seed", "versions", "device", "copy_tb_s"} <= set(record)
+    assert record["complete"] is True
     assert [(row["kernel"], row["weight_bits"]) for row in record["rows"]] == [
         ("bf16", 16),
         ("nested", 3),
         ("packed", 3),
     ]
     assert {"N", "K", "M", "act_bits", "speedup_vs_bf16", "floor_share"} <= set(record["rows"][0])
+
+
+def test_a_run_that_ends_half_way_leaves_its_rows(
+    linear: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ours(bench: object, kind: str, shape: tuple[int, int], *others: object) -> Callable[[], float]:
+        if shape == (32, 256) and kind == "packed":
+            raise RuntimeError("no more time")
+        return lambda: 1.0
+
+    out = tmp_path / "linear.json"
+    arguments = "--tiny --device cpu --rounds 1 --bits 3 --shapes 16x256 32x256 --tokens 1 --peers --out"
+    monkeypatch.setattr(linear.Bench, "ours", ours)
+    monkeypatch.setattr(sys, "argv", ["linear.py", *arguments.split(), str(out)])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # main sets it; here it is reset afterwards
+    with pytest.raises(RuntimeError, match="no more time"):
+        linear.main()
+    record = json.loads(out.read_text())
+    assert record["complete"] is False
+    assert [(row["kernel"], row["N"]) for row in record["rows"]] == [("bf16", 16), ("nested", 16), ("packed", 16)]
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -89,6 +112,7 @@ def test_switch_writes_rows_and_ends_as_freshly_made(tmp_path: Path) -> None:
     out = tmp_path / "switch.json"
     run("switch.py", "--tiny", "--rounds", "1", "--out", str(out))
     record = json.loads(out.read_text())
+    assert record["complete"] is True
     rows = record["rows"]
     assert {"model", "scheme", "from", "to", "ms", "copy_ms", "bytes_moved"} <= set(rows[0])
     assert [(r["scheme"], r["from"], r["to"]) for r in rows[:2]] == [
@@ -116,7 +140,9 @@ def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
     """From first principles: nested has the widest choice once; double_rounding a master of 8 bits beside it."""
     out = tmp_path / "memory.json"
     run("memory.py", "--tiny", "--device", "cpu", "--out", str(out))
-    rows = json.loads(out.read_text())["rows"]
+    record = json.loads(out.read_text())
+    assert record["complete"] is True
+    rows = record["rows"]
     found = [(r["scheme"], r["bit_choices"][0], r["master_on"], r["active"], r["master"], r["host"]) for r in rows]
     assert found == [
         *(("nested", widest, "device", widest, 0, 0) for widest in (8, 4, 2)),

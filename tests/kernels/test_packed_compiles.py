@@ -1,7 +1,7 @@
-"""The kernels of packed weights compile for an H200, without one: wide loads, no spilled registers, no shuffles.
+"""The kernels of packed weights compile for an H200, without one: wide loads and stores, nothing spilled or shuffled.
 
-Written for the layouts that `triton_linear` counts on: where Triton would choose others, the loop would move weights
-between threads. The results would still be right, and the kernels slow.
+Written for the layouts that `triton_linear` and `triton_unpack` count on: where Triton would choose others, weights
+would move between threads. The results would still be right, and the kernels slow.
 """
 
 import importlib.util
@@ -28,7 +28,6 @@ pytestmark = [
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
             torch.int64: "*i64"}  # fmt: skip
-SHARED_MEMORY = 232448  # bytes that a block may have on an H200
 CHOICES = (8, 6, 4, 3, 2)
 
 
@@ -122,14 +121,19 @@ def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits:
     assert "_add_splits" in compiled
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_many_tokens(compiled: dict[str, Compiled], bits: int) -> None:
-    weight(nested_fields(CHOICES), "nested").linear(torch.zeros(256, 4096, dtype=torch.bfloat16), bits)
-    many = compiled["_many"]
-    assert many.spilled == 0
-    assert many.shared <= SHARED_MEMORY
-    assert many.count("wgmma.mma_async") > 0
-    assert many.count(r"cp\.async\.c[ag].*0x10") > 0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("scheme", "bits"), [("nested", 2), ("nested", 8), ("double_rounding", 3)])
+def test_many_tokens(compiled: dict[str, Compiled], scheme: str, bits: int, dtype: torch.dtype) -> None:
+    fields = nested_fields(CHOICES) if scheme == "nested" else packed_fields(bits)
+    weight(fields, scheme).linear(torch.zeros(256, 4096, dtype=dtype), bits, torch.zeros(64, dtype=dtype))
+    unpack, finish = compiled["_unpack"], compiled["_scale_sums"]
+    for kernel in (unpack, finish):
+        assert kernel.spilled == kernel.shared == 0
+        assert kernel.count("shfl|bar") == 0
+    assert unpack.count("ld.global") == unpack.count(r"ld\.global\S*\.v4\.b32") == bits  # the planes, once
+    assert unpack.count("st.global") == unpack.count(r"st\.global\S*\.v4\.b32") == 16  # 4,096 numbers of a warp
+    assert finish.count("st.global") == finish.count(r"st\.global\S*\.v4\.b32") == 2
+    assert finish.count("ld.global") == finish.count(r"ld\.global\S*\.v4\.b32") == 10  # sums, scale; bias
 
 
 def test_repack(compiled: dict[str, Compiled]) -> None:

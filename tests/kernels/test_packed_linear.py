@@ -55,7 +55,7 @@ def make(scheme: str, bits: int, rows: int, columns: int, scale: Tensor | None =
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("scheme", "bits"), CASES)
 def test_every_value_is_exact(scheme: str, bits: int, dtype: torch.dtype) -> None:
-    """One-hot tokens read the weight out; by the kernel for many tokens all of it, by that for few some columns."""
+    """One-hot tokens read the weight out; by the way of many tokens all of it, by the kernel for few some columns."""
     weight, values = make(scheme, bits, 20, 260, torch.ones(20))
     tokens = torch.eye(260, dtype=dtype, device=DEVICE)
     assert torch.equal(weight.linear(tokens, bits).double().cpu(), values.T)
@@ -86,6 +86,64 @@ def test_sums_are_within_the_bound(scheme: str, bits: int, tokens: int, dtype: t
     assert y.dtype == dtype
     check_bound(y, x, values, bias)
     assert torch.equal(y, weight.linear(x, bits, bias))
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    """Let many tokens be served `rows` rows of a weight at a time."""
+    if INTERPRETED or DEVICE == "cuda":
+        from bitdial.kernels import triton_unpack
+
+        whole = -(-columns // 256) * 256
+        monkeypatch.setattr(triton_unpack, "CHUNK_WEIGHTS", rows * whole)
+        assert triton_unpack.chunk_rows(1 << 20, whole) == rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scheme", "bits"), CASES)
+def test_many_tokens_take_the_rows_in_chunks(
+    scheme: str, bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """37 rows are chunks of 32 and 5; 1,100 columns are tiles for two programs, the last one cut."""
+    small_chunks(monkeypatch, 32, 1100)
+    weight, values = make(scheme, bits, 37, 1100)
+    generator = torch.Generator().manual_seed(bits)
+    x = torch.randn(17, 1100, generator=generator).to(DEVICE, dtype)
+    bias = torch.randn(37, generator=generator).to(DEVICE, dtype) if bits % 2 == 0 else None
+    y = weight.linear(x, bits, bias)
+    assert y.dtype == dtype
+    check_bound(y, x, values, bias)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "chunk"), [(1, 8, 16), (300, 30, 512), (48, 512, 32)])
+def test_more_tokens_and_rows_than_a_program_has(
+    rows: int, columns: int, chunk: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row the tokens, too, come in parts: 256 and 44."""
+    small_chunks(monkeypatch, chunk, columns)
+    weight, values = make("nested", 6, rows, columns)
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(300, columns, generator=generator).to(DEVICE, torch.bfloat16)
+    bias = torch.randn(rows, generator=generator).to(DEVICE, torch.bfloat16) if with_bias else None
+    check_bound(weight.linear(x, 6, bias), x, values, bias)
+
+
+def test_many_tokens_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 16, 260)
+    weight, values = make("double_rounding", 4, 40, 260)
+    x = torch.randn(260, 50, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
+    check_bound(weight.linear(x.T, 4), x.T, values, None)
+    wide = torch.randn(40, 270, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    check_bound(weight.linear(wide[::2, 3:263], 4), wide[::2, 3:263], values, None)
+
+
+@runs
+def test_chunks_hold_a_bounded_number_of_weights_in_whole_tiles() -> None:
+    from bitdial.kernels.triton_unpack import CHUNK_WEIGHTS, chunk_rows
+
+    assert [chunk_rows(1 << 20, columns) for columns in (256, 4096, 14336, 28672)] == [65536, 4096, 1024, 512]
+    assert chunk_rows(20, 4096) == 32
+    assert chunk_rows(1 << 20, 2 * CHUNK_WEIGHTS) == 16  # a row of tiles is the least
 
 
 @runs
@@ -163,7 +221,8 @@ def test_the_op_is_declared_well(with_bias: bool) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 16, 40])
-def test_a_recorded_call_repeats(tokens: int) -> None:
+def test_a_recorded_call_repeats(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch, 16, 1024)
     weight, _ = make("nested", 8, 33, 1024)
     x = torch.randn(tokens, 1024, device=DEVICE).bfloat16()
     weight.linear(x, 3)

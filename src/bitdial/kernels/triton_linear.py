@@ -1,12 +1,10 @@
-"""Linear layers on packed weights: a kernel for few tokens, which is to read at the speed of memory, and one for many.
+"""Linear layers on packed weights: a kernel for up to 16 tokens, which is to read at the speed of memory.
 
-**Few tokens** (up to 16). The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to
-8 or 16, the right one. A program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the
-end. Packed words come from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where
-there are too few rows to fill the GPU, `splits` programs share the columns; they leave float32 sums that a second
-kernel adds in order, so results repeat from run to run.
-
-**Many tokens.** The usual tiled product; a tile of the weight becomes 16-bit numbers on its way into the tensor cores.
+The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to 8 or 16, the right one. A
+program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the end. Packed words come
+from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where there are too few rows to
+fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
+results repeat from run to run. More tokens are left to `triton_unpack`.
 
 Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums.
 """
@@ -18,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels import triton_unpack
 from bitdial.kernels.layouts import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
 from bitdial.kernels.triton_words import followed_by, product, slot_numbers, whole_codes
 
@@ -33,15 +32,6 @@ class FewSettings(NamedTuple):
     ahead: bool = True  # words of the next step are loaded before those of this one are used
     stages: int = 1  # more than one: through shared memory, by Triton's pipeline
     registers: int | None = None  # a limit, so that more warps fit
-
-
-class ManySettings(NamedTuple):
-    """How the kernel for many tokens is cut and run."""
-
-    tokens: int = 128
-    rows: int = 128
-    warps: int = 8
-    stages: int = 2
 
 
 @triton.jit(do_not_specialize=["tokens", "column_tiles"])
@@ -171,67 +161,6 @@ def _add_splits(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=live)
 
 
-@triton.jit(do_not_specialize=["tokens", "column_tiles"])
-def _many(  # type: ignore[no-untyped-def]
-    x_ptr,
-    words_ptr,
-    scale_ptr,
-    bias_ptr,
-    y_ptr,
-    tokens,
-    rows,
-    columns,
-    plane_words,
-    column_tiles,
-    factor,
-    PIECES: tl.constexpr,
-    RANGES: tl.constexpr,
-    STEPS: tl.constexpr,
-    PLANES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    row_tile = tl.program_id(0) * ROW_TILES + tl.arange(0, ROW_TILES)
-    live_rows = (row_tile * 16 < rows)[:, None]
-    start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    inside = tl.arange(0, 64)
-    x_start = token.to(tl.int64)[None, :] * columns + inside[:, None]
-    total = tl.zeros((ROW_TILES * 16, TOKENS), dtype=tl.float32)
-    for tile in range(column_tiles):
-        words = ()
-        for plane in tl.static_range(PLANES):
-            at = words_ptr + plane * plane_words.to(tl.int64) + (start + tile * 128)
-            words = followed_by(words, tl.load(at, mask=live_rows, other=0))
-        cells = whole_codes(words, PIECES, RANGES)
-        for four in tl.static_range(4):
-            column = tile * 256 + four * 64
-            x_live = (token < tokens)[None, :]
-            if not EVEN:
-                x_live = x_live & (column + inside < columns)[:, None]
-            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
-            total = product(_sixty_four(cells, four * 4, STEPS, ROW_TILES, DTYPE), x, total)
-    row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
-    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-    live = (row < rows)[:, None] & (token < tokens)[None, :]
-    tl.store(y_ptr + token.to(tl.int64)[None, :] * rows + row[:, None], y.to(y_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def _sixty_four(cells, SLOT: tl.constexpr, STEPS: tl.constexpr, ROW_TILES: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values of four slots: (rows, 64 columns in a row)."""
-    first = tl.join(slot_numbers(cells, SLOT, STEPS, DTYPE), slot_numbers(cells, SLOT + 1, STEPS, DTYPE))
-    second = tl.join(slot_numbers(cells, SLOT + 2, STEPS, DTYPE), slot_numbers(cells, SLOT + 3, STEPS, DTYPE))
-    # row tile, row % 8, q, c, row // 8, e, slot % 2, slot // 2
-    weight = tl.reshape(tl.join(first, second), (ROW_TILES, 8, 4, 2, 2, 2, 2, 2))
-    return tl.reshape(tl.permute(weight, (0, 4, 1, 7, 2, 6, 3, 5)), (ROW_TILES * 16, 64))
-
-
 # --- launching ----------------------------------------------------------------------------------
 
 FEW_TOKENS = 16
@@ -248,9 +177,12 @@ def linear(
     bits: int,
     high: int,
     centred: bool,
-    settings: FewSettings | ManySettings | None = None,
+    settings: FewSettings | None = None,
 ) -> Tensor:
-    """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type."""
+    """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type.
+
+    `settings` are for up to 16 tokens; more have none.
+    """
     (tokens, columns), rows = x.shape, scale.numel()
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
@@ -259,32 +191,29 @@ def linear(
     read = merges(read_fields(fields, bits))
     steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, centred))
     constants = {
-        "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "HAS_BIAS": bias is not None,
-        "EVEN": columns % TILE_COLUMNS == 0, "DTYPE": DTYPES[x.dtype],
+        "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "DTYPE": DTYPES[x.dtype]
     }  # fmt: skip
-    _, row_tiles, column_tiles, tile_words = words.shape
-    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, 2.0 ** (high - bits)
-    if settings is None:
-        settings = few_settings(tokens, rows, columns, bits) if tokens <= FEW_TOKENS else ManySettings()
-    some_bias = scale if bias is None else bias
-    if isinstance(settings, ManySettings):
-        blocks = triton.cdiv(rows, settings.rows), triton.cdiv(tokens, settings.tokens)
-        _many[blocks](
-            x, words, scale, some_bias, y, *sizes, **constants, TOKENS=settings.tokens,
-            ROW_TILES=settings.rows // TILE_ROWS, num_warps=settings.warps, num_stages=settings.stages,
-        )  # fmt: skip
+    factor = 2.0 ** (high - bits)
+    if tokens > FEW_TOKENS:
+        triton_unpack.many(x, words, scale, bias, y, factor, constants)
         return y
+    if settings is None:
+        settings = few_settings(tokens, rows, columns, bits)
+    _, row_tiles, column_tiles, tile_words = words.shape
+    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, factor
+    some_bias = scale if bias is None else bias
     splits = settings.splits
     out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     limit = {} if settings.registers is None else {"maxnreg": settings.registers}
     _few[(triton.cdiv(row_tiles, settings.row_tiles), splits)](
-        x, words, scale, some_bias, out, *sizes, **constants, TOKEN_TILES=1 if tokens <= 8 else 2,
-        ROW_TILES=settings.row_tiles, WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead,
-        num_warps=settings.warps, num_stages=settings.stages, **limit,
+        x, words, scale, some_bias, out, *sizes, **constants, HAS_BIAS=bias is not None,
+        EVEN=columns % TILE_COLUMNS == 0, TOKEN_TILES=1 if tokens <= 8 else 2, ROW_TILES=settings.row_tiles,
+        WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead, num_warps=settings.warps,
+        num_stages=settings.stages, **limit,
     )  # fmt: skip
     if splits > 1:
         _add_splits[(triton.cdiv(y.numel(), _SPLIT_BLOCK),)](
-            out, scale, some_bias, y, rows, y.numel(), sizes[-1], SPLITS=splits, HAS_BIAS=bias is not None,
+            out, scale, some_bias, y, rows, y.numel(), factor, SPLITS=splits, HAS_BIAS=bias is not None,
             BLOCK=_SPLIT_BLOCK,
         )  # fmt: skip
     return y
