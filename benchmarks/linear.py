@@ -20,9 +20,10 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from linear_peers import PEERS, installed
 from timing import add_arguments, copy_speed, medians, repeated, write_record
 from torch import Tensor
@@ -101,6 +102,14 @@ def check(name: str, y: Tensor, exact: Tensor, tolerance: float) -> None:
 # --- one shape ----------------------------------------------------------------------------------
 
 
+class Contender(NamedTuple):
+    """Copies of a layer, what its weight says (rows, columns), and how far its output may be off."""
+
+    layers: list[Layer]
+    values: Tensor
+    tolerance: float
+
+
 class Bench:
     """What the measurements share."""
 
@@ -115,67 +124,89 @@ class Bench:
         generator = torch.Generator(self.device).manual_seed(count)
         return torch.randn(count, columns, generator=generator, device=self.device).to(torch.bfloat16)
 
-    def timer(self, layers: list[Layer], x: Tensor) -> Callable[[], float]:
-        return repeated([lambda layer=layer: layer(x) for layer in layers], self.device)
+    def timer(self, name: str, contender: Contender, x: Tensor) -> Callable[[], float]:
+        """A timer of all its copies, after the output of the first was checked."""
+        check(name, contender.layers[0](x), x.float() @ contender.values.T, contender.tolerance)
+        return repeated([lambda layer=layer: layer(x) for layer in contender.layers], self.device)
 
-    def ours(self, kind: str, shape: tuple[int, int], bits: int, x: Tensor, settings: Any) -> Callable[[], float]:
-        """A timer of our kernel, after its output was checked."""
+    def weights(self, kind: str, shape: tuple[int, int], bits: int) -> list[PackedWeight]:
+        """Our weight as often as a round needs it; other addresses are all that counts."""
         first = packed_weight(kind, shape, bits, 0, self.device)
-        check(kind, with_settings(first, bits, settings)(x), x.float() @ values(first, bits).T, 0.02)
-        weights = [first]
-        for _ in range(self.count(shape, bits) - 1):  # other addresses are all that counts
-            weights.append(PackedWeight(**{**vars(first), "words": first.words.clone()}))
-        return self.timer([with_settings(weight, bits, settings) for weight in weights], x)
+        others = range(self.count(shape, bits) - 1)
+        return [first, *(PackedWeight(**{**vars(first), "words": first.words.clone()}) for _ in others)]
 
-    def theirs(self, name: str, shape: tuple[int, int], bits: int, x: Tensor) -> Callable[[], float] | None:
+    def ours(self, kind: str, shape: tuple[int, int], bits: int) -> Contender:
+        weights = self.weights(kind, shape, bits)
+        return Contender([with_settings(weight, bits, None) for weight in weights], values(weights[0], bits), 0.02)
+
+    def theirs(self, name: str, shape: tuple[int, int], bits: int) -> Contender | None:
         weight = values(packed_weight("packed", shape, bits, 0, self.device), bits).to(torch.bfloat16)
-        made = [PEERS[name](weight.clone(), bits) for _ in range(self.count(shape, bits))]
-        layers = [layer for layer in made if layer is not None]
-        if not layers:
+        first = PEERS[name](weight.clone(), bits)
+        if first is None:
             return None
-        check(name, layers[0](x), x.float() @ weight.float().T, 0.3)
-        return self.timer(layers, x)
+        made = (PEERS[name](weight.clone(), bits) for _ in range(self.count(shape, bits) - 1))
+        return Contender([first, *(layer for layer in made if layer is not None)], weight.float(), 0.3)
 
-    def bf16(self, shape: tuple[int, int], x: Tensor) -> Callable[[], float]:
+    def bf16(self, shape: tuple[int, int]) -> Contender:
         generator = torch.Generator(self.device).manual_seed(0)
         first = torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16)
         weights = [first, *(first.clone() for _ in range(self.count(shape, 16) - 1))]
-        return self.timer([lambda x, weight=weight: torch.nn.functional.linear(x, weight) for weight in weights], x)
+        layers: list[Layer] = [lambda x, weight=weight: F.linear(x, weight) for weight in weights]
+        return Contender(layers, first.float(), 0.02)
 
-    def rows(self, shape: tuple[int, int], tokens: int) -> Iterator[dict[str, Any]]:
-        """All contenders at one shape and number of tokens; one width at a time, so that memory suffices."""
-        x = self.tokens(tokens, shape[1])
+    def rows(self, shape: tuple[int, int], numbers_of_tokens: list[int]) -> Iterator[dict[str, Any]]:
+        """All contenders at one shape; one width at a time, so that memory suffices."""
         for bits in self.options.bits:
-            runs: dict[str, Callable[[], float]] = {"bf16": self.bf16(shape, x)}
+            contenders: dict[str, Contender] = {"bf16": self.bf16(shape)}
             for kind in self.options.kernels:
                 if kind == "packed" or bits in BITS:
-                    runs[kind] = self.ours(kind, shape, bits, x, None)
-            errors = {}
+                    contenders[kind] = self.ours(kind, shape, bits)
+            errors: dict[str, str] = {}
             for name in self.options.peers:
-                try:
-                    run = self.theirs(name, shape, bits, x)
-                except Exception as problem:  # another library's failure is a finding, not the end of the run
-                    errors[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
-                    continue
-                if run is not None:
-                    runs[name] = run
-            times = medians(runs, self.options.rounds)
-            for name, taken in times.items():
-                width = 16 if name == "bf16" else bits
-                floor = floor_bytes(shape, tokens, width) / self.speed
-                row = {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": width, "act_bits": 16,
-                       "us": round(taken, 3), "speedup_vs_bf16": round(times["bf16"] / taken, 3),
-                       "floor_share": round(floor / taken, 3)}  # fmt: skip
-                print(line(row), flush=True)
-                if name != "bf16" or bits == self.options.bits[0]:
-                    yield row
-            for name, error in errors.items():
-                print(f"{name}: {error}", flush=True)
-                yield {"kernel": name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits,
-                       "act_bits": 16, "error": error}  # fmt: skip
-            del runs
+                with noting(name, errors):
+                    if (found := self.theirs(name, shape, bits)) is not None:
+                        contenders[name] = found
+            for tokens in numbers_of_tokens:
+                yield from self.rows_at(shape, bits, tokens, contenders, errors)
+            del contenders
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def rows_at(
+        self, shape: tuple[int, int], bits: int, tokens: int, contenders: dict[str, Contender], failed: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """All contenders at one shape, width and number of tokens."""
+        x = self.tokens(tokens, shape[1])
+        runs: dict[str, Callable[[], float]] = {}
+        errors = dict(failed)
+        for name, contender in contenders.items():
+            if name in self.options.peers:
+                with noting(name, errors):
+                    runs[name] = self.timer(name, contender, x)
+            else:
+                runs[name] = self.timer(name, contender, x)
+        times = medians(runs, self.options.rounds)
+        where = {"N": shape[0], "K": shape[1], "M": tokens}
+        for name, taken in times.items():
+            width = 16 if name == "bf16" else bits
+            floor = floor_bytes(shape, tokens, width) / self.speed
+            row = {"kernel": name, **where, "weight_bits": width, "act_bits": 16, "us": round(taken, 3)}
+            row |= {"speedup_vs_bf16": round(times["bf16"] / taken, 3), "floor_share": round(floor / taken, 3)}
+            print(line(row), flush=True)
+            if name != "bf16" or bits == self.options.bits[0]:
+                yield row
+        for name, error in errors.items():
+            print(f"{name}: {error}", flush=True)
+            yield {"kernel": name, **where, "weight_bits": bits, "act_bits": 16, "error": error}
+
+
+@contextlib.contextmanager
+def noting(name: str, errors: dict[str, str]) -> Iterator[None]:
+    """Another library's failure is a finding, not the end of the run."""
+    try:
+        yield
+    except Exception as problem:
+        errors[name] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
 
 
 def line(row: dict[str, Any]) -> str:
@@ -238,19 +269,15 @@ def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: st
     """The times of all settings at one shape, and the best."""
     candidates = few_candidates(bench.options.few)[: 2 if bench.options.tiny else None]
     x = bench.tokens(tokens, shape[1])
-    first = packed_weight(kind, shape, bits, 0, bench.device)
-    exact = x.float() @ values(first, bits).T
-    weights = [first]
-    for _ in range(bench.count(shape, bits) - 1):
-        weights.append(PackedWeight(**{**vars(first), "words": first.words.clone()}))
-    runs: dict[str, Callable[[], float]] = {"bf16": bench.bf16(shape, x)}
+    weights = bench.weights(kind, shape, bits)
+    exact = values(weights[0], bits)
+    runs: dict[str, Callable[[], float]] = {"bf16": bench.timer("bf16", bench.bf16(shape), x)}
     failed = {}
     for settings in candidates:
         key = ",".join(str(int(part or 0)) for part in settings)
         try:
             layers = [with_settings(weight, bits, settings) for weight in weights]
-            check(key, layers[0](x), exact, 0.02)
-            runs[key] = bench.timer(layers, x)
+            runs[key] = bench.timer(key, Contender(layers, exact, 0.02), x)
         except Exception as problem:  # too much shared memory, too few registers: not a setting for this GPU
             failed[key] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
     times = medians(runs, bench.options.rounds)
@@ -318,7 +345,6 @@ def main() -> None:
     bench = Bench(options, device)
     print(f"A copying kernel moves {bench.speed / 1e6:.2f} TB/s", flush=True)
     about = {"copy_tb_s": round(bench.speed / 1e6, 3), "left_out": missing}
-    cases = itertools.product(shapes, tokens)
     if options.sweep:
         kinds = options.kernels
         if device.type == "cuda":
@@ -326,7 +352,7 @@ def main() -> None:
                     if kind == "packed" or bits in BITS for settings in few_candidates(options.few)]  # fmt: skip
             compile_ahead(work, options.jobs)
         found: list[dict[str, Any]] = []
-        for (shape, m), bits, kind in itertools.product(cases, options.bits, kinds):
+        for shape, m, bits, kind in itertools.product(shapes, tokens, options.bits, kinds):
             if kind == "packed" or bits in BITS:
                 found.append(sweep(bench, shape, m, bits, kind))
                 write_record("linear-sweep", options, script="linear", complete=False, **about, sweep=found)
@@ -338,8 +364,8 @@ def main() -> None:
         compile_ahead([(n, s, m, b, None) for s in shapes for m in tokens for b in options.bits for n in names
                        if n != "nested" or b in BITS], options.jobs)  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for shape, m in cases:
-        for row in bench.rows(shape, m):
+    for shape in shapes:
+        for row in bench.rows(shape, tokens):
             rows.append(row)
             write_record("linear", options, complete=False, **about, headline=headline(rows, HEADLINE), rows=rows)
     means = headline(rows, HEADLINE)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -54,14 +55,14 @@ def test_linear_writes_a_row_for_each_contender(tmp_path: Path) -> None:
 def test_a_run_that_ends_half_way_leaves_its_rows(
     linear: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ours(bench: object, kind: str, shape: tuple[int, int], *others: object) -> Callable[[], float]:
-        if shape == (32, 256) and kind == "packed":
+    def timer(bench: object, name: str, contender: Any, x: object) -> Callable[[], float]:
+        if contender.values.shape == (32, 256) and name == "packed":
             raise RuntimeError("no more time")
         return lambda: 1.0
 
     out = tmp_path / "linear.json"
     arguments = "--tiny --device cpu --rounds 1 --bits 3 --shapes 16x256 32x256 --tokens 1 --peers --out"
-    monkeypatch.setattr(linear.Bench, "ours", ours)
+    monkeypatch.setattr(linear.Bench, "timer", timer)
     monkeypatch.setattr(sys, "argv", ["linear.py", *arguments.split(), str(out)])
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # main sets it; here it is reset afterwards
     with pytest.raises(RuntimeError, match="no more time"):
