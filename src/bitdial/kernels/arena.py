@@ -12,19 +12,21 @@ when that is the one asked for, so switching to what is set already costs a laun
 from collections.abc import Mapping, Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, PlanError
 from bitdial.kernels.codes import SECOND
+from bitdial.kernels.in_place import in_place_op, send
 from bitdial.kernels.layouts import pack_words, packed_fields, unpack_words, words_shape
 from bitdial.kernels.quantize import triton_runs
 
 _BLOCK = 512  # places a block of the kernel takes; `triton_repack.BLOCK` is the same, and a test says so
 
 
-@torch.library.custom_op("bitdial::repack_", mutates_args=("active", "held"))
+@in_place_op("repack_", mutates=("active", "held"))
 def repack_(
     master: Tensor, active: Tensor, blocks: Tensor, layers: Tensor, bits: Tensor, held: Tensor,
     high: int, widest: int, scheme: str, ties: str,
@@ -49,11 +51,6 @@ def repack_(
         codes = bf.narrow(codes, high=high, low=low, scheme=scheme, ties=ties)
         active[target : target + low * count] = pack_words(codes, packed_fields(low)).view(-1)
     held.copy_(bits[blocks[:, 0].long()])
-
-
-@repack_.register_fake
-def _(*arguments: object) -> None:
-    return None
 
 
 class PackedArena:
@@ -112,7 +109,7 @@ class PackedArena:
             if bits not in self.bit_choices:
                 raise PlanError(f"layer {name!r}: bits={bits} is not in bit_choices {self.bit_choices}")
         changed = [name for name in self.names if wanted[name] != self.bits[name]]
-        self._bits.copy_(torch.tensor(list(wanted.values()), dtype=torch.int32))
+        send(np.fromiter(wanted.values(), np.int32, len(wanted)), self._bits)
         self.bits = wanted
         self._bring(changed)
 
