@@ -245,10 +245,11 @@ def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitP
             f"the plan names {_some(unknown)}, which the model does not have (or keeps in float); "
             f"its quantised layers are {_some(list(choices))}"
         )
-    named, default = plan._layers, plan.default  # asking the plan for each layer takes several times as long
-    if default is None and (missing := [name for name in choices if name not in named]):
+    named = plan._layers  # asking the plan for each layer takes several times as long
+    if plan.default is None and (missing := [name for name in choices if name not in named]):
         raise PlanError(f"the plan says nothing about {_some(missing)}; name every layer or give a default")
-    chosen = {name: named.get(name, cast(tuple[int, int], default)) for name in choices}
+    default = cast(tuple[int, int], plan.default)  # or no layer needs it
+    chosen = {name: named.get(name, default) for name in choices}
     for name, pair in chosen.items():
         for value in pair:
             if value not in choices[name]:

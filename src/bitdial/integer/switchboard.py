@@ -10,6 +10,8 @@ allocated there, and no operand moves, so recorded CUDA graphs stay valid and fo
 another device does move them: the views are then gone, which is seen by looking, and everything is laid out anew.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -92,6 +94,15 @@ class _Needs(NamedTuple):
     attributes: dict[str, int]
 
 
+@functools.cache
+def _needs(
+    wanted: Callable[[tuple[int, ...], int, int], list[int]], selects: tuple[str, str], bit_choices: tuple[int, ...]
+) -> dict[tuple[int, int], _Needs]:
+    """The needs for every selection; parts of a kind share them."""
+    pairs = [(first, second) for first in bit_choices for second in bit_choices]
+    return {pair: _Needs(wanted(bit_choices, *pair), dict(zip(selects, pair, strict=True))) for pair in pairs}
+
+
 class Switchboard(Board[_Steps]):
     """Switches the layers and norms of a model together. `layers` and `norms`: all that `set_bits` knows, by name."""
 
@@ -108,19 +119,20 @@ class Switchboard(Board[_Steps]):
         self._keys: dict[BoardPart, slice] = {}
         self._places: dict[BoardPart, list[_Place]] = {}  # of its tables
         self._held: Numbers = np.zeros(0, np.int32)  # by key
-        self._needs: dict[tuple[type, tuple[int, ...], tuple[int, int]], _Needs] = {}  # few, which all plans share
+        self._needs: dict[BoardPart, dict[tuple[int, int], _Needs]] = {}
 
     def add(self, name: str, part: BoardPart) -> None:
         """Put `part`, which the model has by this name, on the board."""
         part.board = self
         self._parts[name] = part
+        self._needs[part] = _needs(part.wanted, part.selects, part.bit_choices)
 
     # --- switching --------------------------------------------------------------------------------
 
     def select_alone(self, part: BoardPart, first: int, second: int) -> None:
         """Select these widths for `part`."""
         self.follow()
-        needs = self._needs_of(part, (first, second))
+        needs = self._needs[part][first, second]
         numbers = self._held.copy()
         numbers[self._keys[part]] = needs.numbers
         self._bring(numbers)
@@ -148,18 +160,11 @@ class Switchboard(Board[_Steps]):
     def _steps(self, chosen: Selection) -> _Steps:
         numbers, attributes = [], []
         for name, part in self._parts.items():
-            needs = self._needs_of(part, chosen[name])
+            needs = self._needs[part][chosen[name]]
             numbers += needs.numbers
             attributes.append(needs.attributes)
         others = {name: pair for name, pair in chosen.items() if name not in self._parts}
         return _Steps(np.array(numbers, np.int32), attributes, others)
-
-    def _needs_of(self, part: BoardPart, pair: tuple[int, int]) -> _Needs:
-        key = type(part), part.bit_choices, pair
-        if key not in self._needs:
-            attributes = dict(zip(part.selects, pair, strict=True))
-            self._needs[key] = _Needs(part.wanted(part.bit_choices, *pair), attributes)
-        return self._needs[key]
 
     def _take(self, steps: _Steps) -> None:
         self.follow()
@@ -187,9 +192,9 @@ class Switchboard(Board[_Steps]):
         self._views = []
         numbers: list[int] = []
         for part in self._parts.values():
-            wanted = part.wanted(part.bit_choices, *part.selected)
-            self._keys[part] = slice(len(numbers), len(numbers) + len(wanted))
-            numbers += wanted
+            needs = self._needs[part][part.selected]
+            self._keys[part] = slice(len(numbers), len(numbers) + len(needs.numbers))
+            numbers += needs.numbers
         self._bind_codes(device)
         self._bind_words(device)
         self._wanted = torch.zeros(2, len(numbers), dtype=torch.int32, device=device)

@@ -11,6 +11,7 @@ when that is the one asked for, so switching to what is set already costs a laun
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,6 +99,7 @@ class PackedArena:
             self.master[begin : begin + high * count] = pack_words(matrix.to(device), packed_fields(high)).view(-1)
         self.active = torch.zeros(widest * sum(counts), dtype=torch.int32, device=device)
         self.bits = dict.fromkeys(codes, 0)
+        self._views: dict[tuple[str, int], Tensor] = {}  # those that `words` has given
         self.set_bits(widest)
 
     def set_bits(self, plan: int | Mapping[str, int]) -> None:
@@ -133,15 +135,21 @@ class PackedArena:
         if self.active.device == device:
             return
         self.device = device
+        self._views.clear()
         for part in self.on_device:
             setattr(self, part, getattr(self, part).to(device))
 
     def words(self, name: str) -> Tensor:
         """The active words of a layer, (bits, row tiles, column tiles, 128): a view."""
-        layer, bits = self.names[name], self.bits[name]
-        tiles = self._tiles[layer]
-        begin = self._spans[layer][1]
-        return self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+        key = name, self.bits[name]
+        if key not in self._views:
+            layer, bits = self.names[name], self.bits[name]
+            begin, tiles = self._spans[layer][1], self._tiles[layer]
+            self._views[key] = self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+        return self._views[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_views": {}}  # a copy has words of its own
 
     def bytes_moved(self, plan: int | Mapping[str, int]) -> int:
         """What a switch to `plan` reads and writes: the master and the new words of the layers that change."""
