@@ -1,9 +1,9 @@
 """Bit plans, and the dial: the one way to change which width a model runs at."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from numbers import Integral
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import nn
 
@@ -11,8 +11,11 @@ from bitdial.errors import PlanError
 
 LayerBits = int | tuple[int, int]
 Setting = TypeVar("Setting")
+Steps = TypeVar("Steps")
+Selection = dict[str, tuple[int, int]]  # what each layer's `select_bits`, or each norm's `select_set`, is to be given
 STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
 SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Board
+MOST_REMEMBERED = 64  # plans that a Board remembers
 
 
 class DialledLayer(Protocol):
@@ -37,35 +40,67 @@ class FollowingNorm(Protocol):
         ...
 
 
-class Board:
-    """What a model has, by the name SWITCHBOARD, whose parts are switched all at once. Abstract."""
+class Board(Generic[Steps]):
+    """The layers and norms of a model that `set_bits` switches, by name, and how. Abstract.
 
-    def __init__(self) -> None:
+    A model has one, by the name SWITCHBOARD, if its parts are switched all at once. It is made when the model is and
+    remembers the plans that it has checked, with the steps that they take.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
         self.layers: dict[str, DialledLayer] = {}
         self.norms: dict[str, FollowingNorm] = {}
-        self._collecting = False
+        self._remembered: dict[BitPlan, Steps] = {}
+        if model is not None:
+            self.know(model)
 
     def know(self, model: nn.Module) -> None:
-        """Take the layers and norms of `model`, by name, for those that `set_bits` switches."""
-        self.layers, self.norms = _having(model, "select_bits"), _having(model, "select_set")
+        """Take the layers and norms of `model` for those that `set_bits` switches."""
+        modules = dict(unwrap(model).named_modules())
+        self.layers = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_bits")}
+        self.norms = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_set")}
+        self._remembered.clear()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block in which selections are collected; at its end they take effect, all in one."""
-        self._collecting = True
-        try:
-            yield
-        finally:
-            self._collecting = False
-            self._switch()
+    def set_bits(self, bits: "LayerBits | BitPlan") -> None:
+        """Switch everything; checks all of it before anything changes."""
+        plan = _plan(bits)
+        steps = self._remembered.get(plan)
+        if steps is None:
+            steps = self._steps(self.choose(plan))
+            if len(self._remembered) >= MOST_REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)))  # the oldest
+            self._remembered[plan] = steps
+        self._take(steps)
 
-    def _selected(self) -> None:
-        """To be called after a selection: it takes effect now, unless it is collected."""
-        if not self._collecting:
-            self._switch()
+    def choose(self, plan: "BitPlan") -> Selection:
+        """What `plan` selects, layers first; checks everything."""
+        chosen = resolve_bits({name: layer.bit_choices for name, layer in self.layers.items()}, plan)
+        return {**chosen, **{name: _widths(name, norm, chosen) for name, norm in self.norms.items()}}
 
-    def _switch(self) -> None:
+    def select(self, name: str, first: int, second: int) -> None:
+        """Switch one layer or norm by itself."""
+        if name in self.layers:
+            self.layers[name].select_bits(first, second)
+        else:
+            self.norms[name].select_set(first, second)
+
+    def _steps(self, chosen: Selection) -> Steps:
+        """What is to be done for `chosen`; it is done again later, so it holds nothing of the present state."""
         raise NotImplementedError
+
+    def _take(self, steps: Steps) -> None:
+        raise NotImplementedError
+
+
+class _OneByOne(Board[Selection]):
+    """For a model without a switchboard, made for one switch."""
+
+    def _steps(self, chosen: Selection) -> Selection:
+        return chosen
+
+    def _take(self, steps: Selection) -> None:
+        for name, pair in steps.items():
+            self.select(name, *pair)
 
 
 class BitPlan(Mapping[str, tuple[int, int]]):
@@ -163,34 +198,32 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     """The layers of `model` that `set_bits` switches, by name; an error if there are none."""
-    board = _switchboard(model)
-    layers = _having(model, "select_bits") if board is None else dict(board.layers)
-    if not layers:
+    return dict(_board(model).layers)
+
+
+def _board(model: nn.Module) -> Board[Any]:
+    """The switchboard of `model`, or one made for the moment; an error if it has no layers."""
+    board: Board[Any] | None = getattr(unwrap(model), SWITCHBOARD, None)
+    if board is None:
+        board = _OneByOne(model)
+    if not board.layers:
         raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
-    return layers
+    return board
 
 
 def is_live(model: nn.Module) -> bool:
     """Whether `model` is one from `load`, whose layers hold codes: they can be switched, but not trained or saved."""
-    layers = _having(model, "select_bits").values()
-    return any(hasattr(layer, "weight_codes") for layer in layers)
-
-
-def _switchboard(model: nn.Module) -> Board | None:
-    return getattr(unwrap(model), SWITCHBOARD, None)
-
-
-def _having(model: nn.Module, method: str) -> dict[str, Any]:
-    """The modules that have `method`, by name."""
-    return {name: module for name, module in unwrap(model).named_modules() if hasattr(module, method)}
+    return any(hasattr(layer, "weight_codes") for layer in _OneByOne(model).layers.values())
 
 
 def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan | str") -> dict[str, tuple[int, int]]:
     """The weight and activation bits that `bits` gives each layer of `model`; checks everything."""
-    layers = dialled_layers(model)
-    if isinstance(bits, str):
-        bits = _stored_plan(model, bits)
-    return resolve_bits({name: layer.bit_choices for name, layer in layers.items()}, bits)
+    choices = {name: layer.bit_choices for name, layer in dialled_layers(model).items()}
+    return resolve_bits(choices, _stored_plan(model, bits) if isinstance(bits, str) else bits)
+
+
+def _plan(bits: "LayerBits | BitPlan") -> BitPlan:
+    return bits if isinstance(bits, BitPlan) else BitPlan(default=_pair(bits, "bits"))
 
 
 def _stored_plan(model: nn.Module, name: str) -> BitPlan:
@@ -206,15 +239,17 @@ def _stored_plan(model: nn.Module, name: str) -> BitPlan:
 
 def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
     """The weight and activation bits that `bits` gives each layer of `choices` ({layer: bit_choices}); checks all."""
-    plan = bits if isinstance(bits, BitPlan) else BitPlan(default=_pair(bits, "bits"))
+    plan = _plan(bits)
     if unknown := [name for name in plan if name not in choices]:
         raise PlanError(
             f"the plan names {_some(unknown)}, which the model does not have (or keeps in float); "
             f"its quantised layers are {_some(list(choices))}"
         )
-    if plan.default is None and (missing := [name for name in choices if name not in plan]):
+    named = plan._layers  # asking the plan for each layer takes several times as long
+    if plan.default is None and (missing := [name for name in choices if name not in named]):
         raise PlanError(f"the plan says nothing about {_some(missing)}; name every layer or give a default")
-    chosen = {name: plan[name] for name in choices}
+    default = cast(tuple[int, int], plan.default)  # or no layer needs it
+    chosen = {name: named.get(name, default) for name in choices}
     for name, pair in chosen.items():
         for value in pair:
             if value not in choices[name]:
@@ -238,15 +273,8 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
     A loaded model knows the plans of its file by name, such as "3.0 bits". Everything is checked before anything
     changes. Batch norms follow the weight bits of the layer that feeds them.
     """
-    chosen = resolve_plan(model, bits)
-    layers, board = dialled_layers(model), _switchboard(model)
-    norms: dict[str, FollowingNorm] = _having(model, "select_set") if board is None else board.norms
-    sets = {name: _widths(name, norm, chosen) for name, norm in norms.items()}
-    with nullcontext() if board is None else board.together():
-        for name, pair in chosen.items():
-            layers[name].select_bits(*pair)
-        for name, norm in norms.items():
-            norm.select_set(*sets[name])
+    board = _board(model)
+    board.set_bits(_stored_plan(model, bits) if isinstance(bits, str) else bits)
 
 
 def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
@@ -258,8 +286,10 @@ def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]
 
 def leader_of(norm: str, follows: str, layers: Mapping[str, object]) -> str:
     """The name in this tree of the layer that a norm follows: the prepared model may lie inside another."""
+    if follows in layers:
+        return follows
     parts = norm.split(".")
-    for depth in range(len(parts)):
+    for depth in range(1, len(parts)):
         name = ".".join([*parts[:depth], follows])
         if name in layers:
             return name

@@ -16,7 +16,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial import BitPlan, QuantConfig, add_transitions, at_bits, code_exact, get_bits, load, prepare, save, set_bits
+from bitdial import (
+    BitPlan,
+    QuantConfig,
+    add_transitions,
+    at_bits,
+    code_exact,
+    get_bits,
+    load,
+    plan,
+    prepare,
+    save,
+    set_bits,
+)
 from bitdial.errors import ConfigError, PlanError
 from bitdial.integer import switchboard
 from bitdial.integer.switchboard import Switchboard
@@ -196,8 +208,19 @@ def test_bad_plans_change_nothing(make: Callable[..., Any], launches: list[Tenso
         set_bits(live, BitPlan({"wide": 5}, default=2))
     with pytest.raises(PlanError, match="not the name of a stored plan; the stored plans are 'mixed'"):
         set_bits(live, "other")
+    foreign = BitPlan({"stem": 4, "elsewhere": 4}, default=2)
+    for setting, problem in ((foreign, "'elsewhere', which the model does not"), (8.0, r"8\.0 is not a bit-width")):
+        for _ in range(2):  # also when it is not new
+            with pytest.raises(PlanError, match=problem):
+                set_bits(live, setting)
+    with pytest.raises(PlanError, match="the plan says nothing about 'grouped', 'wide', 'odd'"):
+        set_bits(live, BitPlan({"stem": 4}))
     assert not launches
-    assert get_bits(live)["stem"] == (8, 8)
+    assert set(get_bits(live).values()) == {(8, 8)}
+    set_bits(live, 2)  # a good one still works, and bad ones are still refused
+    with pytest.raises(PlanError, match=r"2\.0 is not a bit-width"):
+        set_bits(live, 2.0)
+    assert len(launches) == 1
 
 
 # --- like any other module; nothing here is about how the operator computes -------------------------
@@ -229,8 +252,65 @@ def test_moved_operands_are_laid_out_anew(make: Callable[..., Any]) -> None:
 def test_layers_on_several_devices_are_refused(make: Callable[..., Any]) -> None:
     live = make()()
     live.wide.to("meta")
-    with pytest.raises(ConfigError, match=r"lie on (cpu|cuda:0), meta; move the whole model"):
-        set_bits(live, 4)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"lie on (cpu|cuda:0), meta; move the whole model"):
+            set_bits(live, 4)
+    assert set(get_bits(live).values()) == {(8, 8)}
+
+
+@here
+def test_remembered_plans_hold_nothing_of_the_past(make: Callable[..., Any]) -> None:
+    fresh = make(transitions=True)
+    live, other = fresh(), fresh()
+    rng = random.Random(2)
+    settings = [3, (8, 2), "mixed", random_plan(live, rng), random_plan(live, rng)]
+    for setting in settings:
+        set_bits(live, setting)
+    twin = copy.deepcopy(live)
+    state = {name: (t.flip(0) if t.dim() else t).clone() for name, t in live.state_dict().items()}
+    before = {name: t.clone() for name, t in operands(live).items()}
+    for setting in settings:
+        set_bits(other, setting)
+        set_bits(twin, setting)
+        assert equal(twin, other), setting
+    assert all(torch.equal(t, before[name]) for name, t in operands(live).items())
+    live._apply(lambda t: t.clone())
+    for setting in settings:
+        set_bits(other, setting)
+        set_bits(live, setting)
+        assert equal(live, other), setting
+    live.load_state_dict(state)
+    for setting in settings:
+        assert right(live, setting), setting
+    live.wide.select_bits(2, 2)
+    set_bits(live, 3)
+    assert get_bits(live)["wide"] == (3, 3)
+    assert right(live, 3)
+
+
+@here
+def test_no_more_plans_are_remembered_than_said(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "MOST_REMEMBERED", 3)
+    live, rng = make()(), random.Random(4)
+    plans = [random_plan(live, rng) for _ in range(5)]
+    for setting in (*plans, *plans, plans[0]):
+        set_bits(live, setting)
+        assert get_bits(live) == setting
+        assert len(board_of(live)._remembered) <= 3
+    assert right(live, plans[0])
+
+
+@here
+def test_a_plan_is_taken_as_it_was_when_made(make: Callable[..., Any]) -> None:
+    live = make()()
+    widths: dict[str, Any] = dict.fromkeys(get_bits(live), 4)
+    set_bits(live, BitPlan(widths))
+    widths["wide"] = 2
+    assert get_bits(live)["wide"] == (4, 4)
+    set_bits(live, BitPlan(widths))
+    assert get_bits(live)["wide"] == (2, 2)
+    set_bits(live, BitPlan(dict.fromkeys(widths, 4)))
+    assert get_bits(live)["wide"] == (4, 4)
 
 
 @here
@@ -314,4 +394,5 @@ def test_switching_allocates_nothing_and_is_not_recorded(make: Callable[..., Any
         images.add_(1)  # PyTorch warns of graphs without anything
         with pytest.raises(PlanError, match="a switch cannot be recorded"):
             set_bits(live, 4)
+    assert set(get_bits(live).values()) == {(2, 2)}
     assert right(live, 4)

@@ -3,8 +3,10 @@
 The reference runs here. The kernel runs on a GPU; elsewhere this file runs itself once more with Triton's interpreter.
 """
 
+import copy
 import importlib.util
 import os
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -115,12 +117,32 @@ def test_the_op_is_declared_well() -> None:
     torch.library.opcheck(repack_, (arena.master, arena.active, *tables, 8, 8, "double_rounding", "even"))
 
 
+def test_words_are_those_of_the_buffer_in_use() -> None:
+    codes = layers(8)
+    arena = PackedArena(codes, high=8, bit_choices=(8, 4), device=DEVICE)
+    plan = dict.fromkeys(codes, 8) | {"several": 4}
+    arena.set_bits(plan)
+    plan["several"] = 8
+    assert arena.bits["several"] == 4
+    check(arena, codes)
+    assert arena.words("several") is arena.words("several")
+    for twin in (copy.deepcopy(arena), pickle.loads(pickle.dumps(arena))):
+        assert twin.words("several").untyped_storage().data_ptr() == twin.active.data_ptr() != arena.active.data_ptr()
+        twin.set_bits(8)
+        check(twin, codes)
+        check(arena, codes)
+        assert arena.bits["several"] == 4
+    twin.move(torch.device("meta"))
+    assert twin.words("several").is_meta
+
+
 def test_bad_plans_are_refused_by_name() -> None:
     arena = PackedArena(layers(8), high=8, bit_choices=(8, 4), device=DEVICE)
     with pytest.raises(PlanError, match=r"layer 'several': bits=3 is not in bit_choices \(8, 4\)"):
         arena.set_bits({"several": 3})
     with pytest.raises(PlanError, match="layer 'other' is not in the arena"):
         arena.set_bits({"other": 4})
+    assert set(arena.bits.values()) == {8}
     with pytest.raises(ConfigError, match="'lsq' has no codes to repack"):
         PackedArena(layers(8), high=8, bit_choices=(8,), scheme="lsq")
     with pytest.raises(ConfigError, match="bit_choices from 2 to high=4"):

@@ -191,6 +191,10 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     assert arena.bits == dict.fromkeys(layers, 2), "a plan that does not fit changes nothing"
     layers["down"].select_bits(8, 8)
     assert arena.bits == {**dict.fromkeys(layers, 2), "down": 8}
+    set_bits(packed, 2)
+    assert get_bits(packed)["down"] == (2, 2)
+    assert layers["down"].words.shape[0] == 2
+    assert arena.bits == dict.fromkeys(layers, 2)
 
 
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested"])

@@ -52,6 +52,7 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
     factor: Tensor
     quantizer: Tensor
     halves: Tensor | None
+    selects = ("weight_bits", "act_bits")
 
     def allocate(self) -> None:
         """Give up the float weight; make the buffers, unless a switchboard has them, and fill them."""
@@ -64,10 +65,10 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Bring the kernels' operands to these widths, in place."""
-        vars(self).update(weight_bits=weight_bits, act_bits=act_bits)  # setting attributes of modules takes far longer
         if self.board is not None:
-            self.board.select(self)
+            self.board.select_alone(self, weight_bits, act_bits)
         else:
+            self.weight_bits, self.act_bits = weight_bits, act_bits
             integers, tables = self._operands()
             for name, operand in {"integers": integers, **tables}.items():
                 getattr(self, name).copy_(operand)
@@ -92,10 +93,10 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
         halves = [bits == 8 for bits in self.bit_choices] if needs_halves(self) else None
         return [pair_tables(torch.stack(sums), torch.stack(steps), acts, halves), act_tables(acts)]
 
-    def wanted(self) -> list[int]:
-        act = self.bit_choices.index(self.act_bits)
-        pair = self.bit_choices.index(self.weight_bits) * len(self.bit_choices) + act
-        return [self.weight_bits, pair, act]
+    @staticmethod
+    def wanted(bit_choices: tuple[int, ...], first: int, second: int) -> list[int]:
+        act = bit_choices.index(second)
+        return [first, bit_choices.index(first) * len(bit_choices) + act, act]
 
     def codes(self) -> Codes:
         second = bf.scheme_of(self.scheme).second
@@ -205,10 +206,10 @@ class IntegerSwitchableNorm(BoardPart, IntegerNorm, SwitchableBatchNorm):
     """One set of lines for each width; `lines` are those in use."""
 
     exact_type: type[SwitchableBatchNorm] = SwitchableBatchNorm
+    selects = ("bits", "fed_bits")
 
     def allocate(self) -> None:
         """Follow what is loaded; the lines are on the switchboard."""
-        self.places = {name: i for i, name in enumerate(self.sets)}
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
@@ -216,17 +217,17 @@ class IntegerSwitchableNorm(BoardPart, IntegerNorm, SwitchableBatchNorm):
         self.board.reload(self)
 
     def select_set(self, bits: int, fed_bits: int | None = None) -> None:
-        vars(self).update(bits=bits, fed_bits=bits if fed_bits is None else fed_bits)
         assert self.board is not None
-        self.board.select(self)
+        self.board.select_alone(self, bits, bits if fed_bits is None else fed_bits)
 
     def tables(self) -> list[Tables]:
-        norms = [cast(ExactBatchNorm, norm) for norm in self.sets.values()]
+        norms = [cast(ExactBatchNorm, self.sets[name]) for name in self.set_names()]
         device = cast(Tensor, norms[0].running_mean).device
         return [{"lines": torch.stack([norm_lines(norm) for norm in norms]).to(device)}]
 
-    def wanted(self) -> list[int]:
-        return [self.places[self.key]]
+    @staticmethod
+    def wanted(bit_choices: tuple[int, ...], first: int, second: int) -> list[int]:
+        return [bit_choices.index(first)]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x)
@@ -236,6 +237,10 @@ class IntegerTransitionalNorm(IntegerSwitchableNorm, TransitionalBatchNorm):
     """The same for pairs of widths."""
 
     exact_type = TransitionalBatchNorm
+
+    @staticmethod
+    def wanted(bit_choices: tuple[int, ...], first: int, second: int) -> list[int]:
+        return [bit_choices.index(second) * len(bit_choices) + bit_choices.index(first)]
 
 
 def serves(layer: ExactLayer) -> bool:
@@ -262,7 +267,7 @@ def to_integer(model: nn.Module) -> None:
         if isinstance(made, BoardPart):
             made.board = None
             if not isinstance(made, IntegerLayer) or bf.scheme_of(made.scheme).narrows:
-                board.add(made)
+                board.add(name, made)
         made.allocate()
     board.bind()
     setattr(model, SWITCHBOARD, board)

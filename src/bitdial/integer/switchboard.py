@@ -10,16 +10,20 @@ allocated there, and no operand moves, so recorded CUDA graphs stay valid and fo
 another device does move them: the views are then gone, which is seen by looking, and everything is laid out anew.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError, PlanError
+from bitdial.errors import ConfigError
 from bitdial.integer.operands import Tables
+from bitdial.kernels.in_place import Numbers, send
 from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, switch_
-from bitdial.plan import Board
+from bitdial.plan import Board, Selection
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
 
@@ -37,13 +41,22 @@ class BoardPart(nn.Module):
     """A layer or norm whose operands lie on a switchboard. Abstract."""
 
     board: "Switchboard | None" = None
+    bit_choices: tuple[int, ...]
+    selects: tuple[str, str]  # the attributes that say what is selected
+
+    @property
+    def selected(self) -> tuple[int, int]:
+        """What is selected now."""
+        first, second = self.selects
+        return getattr(self, first), getattr(self, second)
 
     def tables(self) -> list[Tables]:
         """The operands at every choice, those that change together in one."""
         raise NotImplementedError
 
-    def wanted(self) -> list[int]:
-        """What is selected: the weight's width, if there are codes, and the row of each of the tables."""
+    @staticmethod
+    def wanted(bit_choices: tuple[int, ...], first: int, second: int) -> list[int]:
+        """What a selection needs: the weight's width, if there are codes, and the row of each of the tables."""
         raise NotImplementedError
 
     def codes(self) -> Codes | None:
@@ -66,7 +79,31 @@ class _Place(NamedTuple):
     length: int
 
 
-class Switchboard(Board):
+class _Steps(NamedTuple):
+    """A switch of everything: the numbers by key, the attributes of each part, and what is not on the board."""
+
+    numbers: Numbers
+    attributes: list[dict[str, int]]
+    others: Selection
+
+
+class _Needs(NamedTuple):
+    """What a part needs for a selection: numbers, and attributes with their values."""
+
+    numbers: list[int]
+    attributes: dict[str, int]
+
+
+@functools.cache
+def _needs(
+    wanted: Callable[[tuple[int, ...], int, int], list[int]], selects: tuple[str, str], bit_choices: tuple[int, ...]
+) -> dict[tuple[int, int], _Needs]:
+    """The needs for every selection; parts of a kind share them."""
+    pairs = [(first, second) for first in bit_choices for second in bit_choices]
+    return {pair: _Needs(wanted(bit_choices, *pair), dict(zip(selects, pair, strict=True))) for pair in pairs}
+
+
+class Switchboard(Board[_Steps]):
     """Switches the layers and norms of a model together. `layers` and `norms`: all that `set_bits` knows, by name."""
 
     master: Tensor
@@ -76,35 +113,38 @@ class Switchboard(Board):
 
     def __init__(self, model: nn.Module):
         """A board without parts for `model`: `add` puts them on it, `bind` lays out their operands."""
-        super().__init__()
-        self.know(model)
-        self._parts: list[BoardPart] = []
-        self._views: list[tuple[BoardPart, str, Tensor]] = []  # the parts' buffers while all is in place
-        self._first_key: dict[BoardPart, int] = {}
+        super().__init__(model)
+        self._parts: dict[str, BoardPart] = {}
+        self._views: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # what buffers are while all is in place
+        self._keys: dict[BoardPart, slice] = {}
         self._places: dict[BoardPart, list[_Place]] = {}  # of its tables
-        self._held: list[int] = []  # by key
-        self._pending: dict[BoardPart, None] = {}
+        self._held: Numbers = np.zeros(0, np.int32)  # by key
+        self._needs: dict[BoardPart, dict[tuple[int, int], _Needs]] = {}
 
-    def add(self, part: BoardPart) -> None:
-        """Put `part` on the board."""
+    def add(self, name: str, part: BoardPart) -> None:
+        """Put `part`, which the model has by this name, on the board."""
         part.board = self
-        self._parts.append(part)
+        self._parts[name] = part
+        self._needs[part] = _needs(part.wanted, part.selects, part.bit_choices)
 
     # --- switching --------------------------------------------------------------------------------
 
-    def select(self, part: BoardPart) -> None:
-        """Bring the operands of `part` to what it wants now, or at the end of the block."""
-        self._pending[part] = None
-        self._selected()
+    def select_alone(self, part: BoardPart, first: int, second: int) -> None:
+        """Select these widths for `part`."""
+        self.follow()
+        needs = self._needs[part][first, second]
+        numbers = self._held.copy()
+        numbers[self._keys[part]] = needs.numbers
+        self._bring(numbers)
+        vars(part).update(needs.attributes)
 
     def reload(self, part: BoardPart) -> None:
         """Make the operands of `part` anew, in place, after what they are made from has changed."""
         if self._is_bound():
             for tables, place in zip(part.tables(), self._places[part], strict=True):
                 self.table[place.start : place.start + place.length] = _words(tables).flatten()
-            first = self._first_key[part]
-            self._held[first : first + len(part.wanted())] = [NOTHING] * len(part.wanted())
-        self.select(part)
+            self._held[self._keys[part]] = NOTHING
+        self.select_alone(part, *part.selected)
 
     def follow(self) -> None:
         """Lay everything out anew if the parts' operands have been moved away."""
@@ -112,28 +152,37 @@ class Switchboard(Board):
             self.bind()
 
     def _is_bound(self) -> bool:
-        return all(part._buffers[name] is view for part, name, view in self._views)
+        for buffers, name, view in self._views:  # noqa: SIM110 (faster than all())
+            if buffers[name] is not view:
+                return False
+        return True
 
-    def _switch(self) -> None:
-        if not self._is_bound():
-            self.bind()
-            return
-        values, changes = self._held.copy(), [0] * len(self._held)
-        for part in self._pending:
-            for key, value in enumerate(part.wanted(), self._first_key[part]):
-                changes[key] = int(values[key] != value)
-                values[key] = value
-        if any(changes):
-            if self._wanted.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise PlanError("a switch cannot be recorded; call set_bits outside, recorded graphs follow the dial")
-            # Memory that PyTorch does not use again before the copy is done.
-            numbers = torch.tensor([values, changes], dtype=torch.int32, pin_memory=self._wanted.is_cuda)
-            self._wanted.copy_(numbers, non_blocking=True)
+    def _steps(self, chosen: Selection) -> _Steps:
+        numbers, attributes = [], []
+        for name, part in self._parts.items():
+            needs = self._needs[part][chosen[name]]
+            numbers += needs.numbers
+            attributes.append(needs.attributes)
+        others = {name: pair for name, pair in chosen.items() if name not in self._parts}
+        return _Steps(np.array(numbers, np.int32), attributes, others)
+
+    def _take(self, steps: _Steps) -> None:
+        self.follow()
+        self._bring(steps.numbers)
+        for part, attributes in zip(self._parts.values(), steps.attributes, strict=True):
+            part.__dict__.update(attributes)  # setting attributes of modules one by one takes far longer
+        for name, pair in steps.others.items():
+            self.select(name, *pair)
+
+    def _bring(self, numbers: Numbers) -> None:
+        """Bring the operands to `numbers`, where these are new."""
+        changes = numbers != self._held
+        if changes.any():
+            send(np.stack([numbers, changes]), self._wanted)
             switch_(
                 self.master, self.active, self.table, self.words, self._code_blocks, self._word_blocks, self._wanted
             )
-        self._held = values
-        self._pending.clear()
+            self._held = numbers.copy()
 
     # --- the layout -------------------------------------------------------------------------------
 
@@ -141,18 +190,19 @@ class Switchboard(Board):
         """Lay out all operands, fill them as selected, and make them the parts' own."""
         device = self._device()
         self._views = []
-        self._held = []
-        for part in self._parts:
-            self._first_key[part] = len(self._held)
-            self._held += [NOTHING] * len(part.wanted())
+        numbers: list[int] = []
+        for part in self._parts.values():
+            needs = self._needs[part][part.selected]
+            self._keys[part] = slice(len(numbers), len(numbers) + len(needs.numbers))
+            numbers += needs.numbers
         self._bind_codes(device)
         self._bind_words(device)
-        self._wanted = torch.zeros(2, len(self._held), dtype=torch.int32, device=device)
-        self._pending = dict.fromkeys(self._parts)
-        self._switch()
+        self._wanted = torch.zeros(2, len(numbers), dtype=torch.int32, device=device)
+        self._held = np.full(len(numbers), NOTHING, np.int32)
+        self._bring(np.array(numbers, np.int32))
 
     def _device(self) -> torch.device:
-        devices = {tensor.device for part in self._parts for tensor in (*part.parameters(), *part.buffers())}
+        devices = {tensor.device for part in self._parts.values() for tensor in (*part.parameters(), *part.buffers())}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ConfigError(f"the layers of a live model lie on {names}; move the whole model to one device")
@@ -164,7 +214,7 @@ class Switchboard(Board):
         found: list[tuple[BoardPart, Codes, int, int]] = []
         starts: dict[int, int] = {}  # of stored codes in the master
         stored = active = 0  # bytes so far
-        for part in self._parts:
+        for part in self._parts.values():
             if (codes := part.codes()) is None:
                 continue
             size = -(-codes.filters.numel() // BLOCK_BYTES) * BLOCK_BYTES
@@ -174,7 +224,7 @@ class Switchboard(Board):
                 stored += size
             how = (codes.high, codes.second, int(codes.centred))
             for at in range(0, size, BLOCK_BYTES):
-                lines.append((self._first_key[part], (starts[weight] + at) // 4, (active + at) // 4, *how))
+                lines.append((self._keys[part].start, (starts[weight] + at) // 4, (active + at) // 4, *how))
             found.append((part, codes, starts[weight], active))
             active += size
         self.master = torch.zeros(stored, dtype=torch.int8, device=device)
@@ -195,8 +245,8 @@ class Switchboard(Board):
         found: list[tuple[BoardPart, Tables, int]] = []
         tables_in_words: list[Tensor] = []
         start = end = 0  # words so far: of the tables, of the rows in use
-        for part in self._parts:
-            key = self._first_key[part] + (part.codes() is not None)
+        for part in self._parts.values():
+            key = self._keys[part].start + (part.codes() is not None)
             self._places[part] = []
             for tables in part.tables():
                 table = _words(tables)
@@ -222,7 +272,7 @@ class Switchboard(Board):
         for name in names:
             view = part._buffers[name]
             assert view is not None
-            self._views.append((part, name, view))
+            self._views.append((part._buffers, name, view))
 
     def bytes_held(self) -> dict[str, int]:
         """The memory of the buffers, by what they hold."""

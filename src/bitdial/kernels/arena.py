@@ -11,20 +11,23 @@ when that is the one asked for, so switching to what is set already costs a laun
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, PlanError
 from bitdial.kernels.codes import SECOND
+from bitdial.kernels.in_place import in_place_op, send
 from bitdial.kernels.layouts import pack_words, packed_fields, unpack_words, words_shape
 from bitdial.kernels.quantize import triton_runs
 
 _BLOCK = 512  # places a block of the kernel takes; `triton_repack.BLOCK` is the same, and a test says so
 
 
-@torch.library.custom_op("bitdial::repack_", mutates_args=("active", "held"))
+@in_place_op("repack_", mutates=("active", "held"))
 def repack_(
     master: Tensor, active: Tensor, blocks: Tensor, layers: Tensor, bits: Tensor, held: Tensor,
     high: int, widest: int, scheme: str, ties: str,
@@ -49,11 +52,6 @@ def repack_(
         codes = bf.narrow(codes, high=high, low=low, scheme=scheme, ties=ties)
         active[target : target + low * count] = pack_words(codes, packed_fields(low)).view(-1)
     held.copy_(bits[blocks[:, 0].long()])
-
-
-@repack_.register_fake
-def _(*arguments: object) -> None:
-    return None
 
 
 class PackedArena:
@@ -101,6 +99,7 @@ class PackedArena:
             self.master[begin : begin + high * count] = pack_words(matrix.to(device), packed_fields(high)).view(-1)
         self.active = torch.zeros(widest * sum(counts), dtype=torch.int32, device=device)
         self.bits = dict.fromkeys(codes, 0)
+        self._views: dict[tuple[str, int], Tensor] = {}  # those that `words` has given
         self.set_bits(widest)
 
     def set_bits(self, plan: int | Mapping[str, int]) -> None:
@@ -112,7 +111,7 @@ class PackedArena:
             if bits not in self.bit_choices:
                 raise PlanError(f"layer {name!r}: bits={bits} is not in bit_choices {self.bit_choices}")
         changed = [name for name in self.names if wanted[name] != self.bits[name]]
-        self._bits.copy_(torch.tensor(list(wanted.values()), dtype=torch.int32))
+        send(np.fromiter(wanted.values(), np.int32, len(wanted)), self._bits)
         self.bits = wanted
         self._bring(changed)
 
@@ -136,15 +135,21 @@ class PackedArena:
         if self.active.device == device:
             return
         self.device = device
+        self._views.clear()
         for part in self.on_device:
             setattr(self, part, getattr(self, part).to(device))
 
     def words(self, name: str) -> Tensor:
         """The active words of a layer, (bits, row tiles, column tiles, 128): a view."""
-        layer, bits = self.names[name], self.bits[name]
-        tiles = self._tiles[layer]
-        begin = self._spans[layer][1]
-        return self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+        key = name, self.bits[name]
+        if key not in self._views:
+            layer, bits = self.names[name], self.bits[name]
+            begin, tiles = self._spans[layer][1], self._tiles[layer]
+            self._views[key] = self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+        return self._views[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_views": {}}  # a copy has words of its own
 
     def bytes_moved(self, plan: int | Mapping[str, int]) -> int:
         """What a switch to `plan` reads and writes: the master and the new words of the layers that change."""

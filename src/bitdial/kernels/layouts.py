@@ -46,6 +46,7 @@ _PART = 4  # fields of up to so many bits are brought together before the parts 
 # --- fields -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def packed_fields(bits: int) -> tuple[int, ...]:
     """The fewest fields that make `bits` bits: 7 -> (4, 2, 1)."""
     if not 1 <= bits <= MOST_FIELD:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.kernels.codes import SECOND
+from bitdial.kernels.in_place import in_place_op
 from bitdial.kernels.quantize import triton_runs
 
 BLOCK_WORDS = 2048  # of a block at most, and of a code block exactly
@@ -35,7 +36,7 @@ _RULES = {
 }
 
 
-@torch.library.custom_op("bitdial::switch_", mutates_args=("active", "words"))
+@in_place_op("switch_", mutates=("active", "words"))
 def switch_(
     master: Tensor, active: Tensor, table: Tensor, words: Tensor, code_blocks: Tensor, word_blocks: Tensor,
     wanted: Tensor,
@@ -55,11 +56,6 @@ def switch_(
         if changes[key]:
             begin = source + values[key] * stride
             words[target : target + count] = table[begin : begin + count]
-
-
-@switch_.register_fake
-def _(*arguments: object) -> None:
-    return None
 
 
 @dataclass

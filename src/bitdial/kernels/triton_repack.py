@@ -5,6 +5,8 @@ threads: 16-byte loads, arithmetic on two codes at a time (the lanes of a word),
 within a tile does not matter here.
 """
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -110,6 +112,7 @@ def repack(
     )  # fmt: skip
 
 
+@functools.cache
 def _field_rows(widest: int) -> tuple[tuple[int, ...], ...]:
     """For each width the rows (first plane, size, bits below) of its fields, one after the other."""
     rows: list[tuple[int, ...]] = [(0,), (0,)]  # no such widths

@@ -8,7 +8,7 @@ them, since that would wait for the device.
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.layouts import packed_fields, unpack_words
 from bitdial.kernels.packed import DTYPES, packed_linear
 from bitdial.nn.hidden_weight import HiddenWeight
-from bitdial.plan import SWITCHBOARD, Board
+from bitdial.plan import SWITCHBOARD, Board, Selection
 
 
 class WordsLinear(nn.Linear):
@@ -93,16 +93,15 @@ class NestedLinear(WordsLinear):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Read the words at `weight_bits` from now on."""
-        self.weight_bits, self.act_bits = weight_bits, act_bits
+        vars(self).update(weight_bits=weight_bits, act_bits=act_bits)  # setting attributes of modules takes far longer
 
 
-class ArenaBoard(Board):
+class ArenaBoard(Board[Selection]):
     """The switchboard of a model whose layers lie in an arena: all change by one call of `PackedArena.set_bits`."""
 
     def __init__(self, arena: PackedArena):
         super().__init__()
         self.arena = arena
-        self._pending: dict[ArenaLinear, tuple[int, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ArenaBoard":
         """A board with an arena of its own, which is there before the layers that take their words from it."""
@@ -115,17 +114,16 @@ class ArenaBoard(Board):
         self.know(model)
         setattr(model, SWITCHBOARD, self)
 
-    def select(self, layer: "ArenaLinear", weight_bits: int, act_bits: int) -> None:
-        """Switch `layer` now, or at the end of the block."""
-        self._pending[layer] = weight_bits, act_bits
-        self._selected()
+    def _steps(self, chosen: Selection) -> Selection:
+        return chosen
 
-    def _switch(self) -> None:
-        chosen, self._pending = self._pending, {}
-        self.arena.set_bits({layer.name: pair[0] for layer, pair in chosen.items()})
-        for layer, (weight_bits, act_bits) in chosen.items():
-            layer.weight_bits, layer.act_bits = weight_bits, act_bits
-            layer.take_words()
+    def _take(self, steps: Selection) -> None:
+        self.arena.set_bits({name: bits for name, (bits, _) in steps.items() if name in self.arena.names})
+        for name, pair in steps.items():
+            if name in self.arena.names:
+                cast(ArenaLinear, self.layers[name]).take_words(*pair)
+            else:
+                self.select(name, *pair)
 
 
 class ArenaLinear(WordsLinear):
@@ -137,20 +135,23 @@ class ArenaLinear(WordsLinear):
     def __init__(self, linear: nn.Linear, board: ArenaBoard, **parts: Any):
         super().__init__(linear, **parts)
         self.board = board
-        self.take_words()
+        self.take_words(self.weight_bits, self.act_bits)
 
-    def take_words(self) -> None:
-        """Use the words that the arena has for this layer now."""
-        self.words, self.fields = self.board.arena.words(self.name), packed_fields(self.weight_bits)
+    def take_words(self, weight_bits: int, act_bits: int) -> None:
+        """Use the words that the arena has for this layer now, at `weight_bits`."""
+        state = vars(self)  # setting attributes of modules takes far longer
+        state["weight_bits"], state["act_bits"] = weight_bits, act_bits
+        state["words"], state["fields"] = self.board.arena.words(self.name), packed_fields(weight_bits)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
-        """Switch this layer, alone or with the others of the board's block."""
-        self.board.select(self, weight_bits, act_bits)
+        """Switch this layer alone."""
+        self.board.arena.set_bits({self.name: weight_bits})
+        self.take_words(weight_bits, act_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self.board.arena.move(self.scale.device)
-        self.take_words()
+        self.take_words(self.weight_bits, self.act_bits)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,4 +159,4 @@ class ArenaLinear(WordsLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.take_words()  # of its own arena: a copy of the model has one too
+        self.take_words(self.weight_bits, self.act_bits)  # of its own arena: a copy of the model has one too
