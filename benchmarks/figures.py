@@ -268,7 +268,7 @@ def comparable(groups: list[mixed_results.Runs]) -> dict[str, list[mixed_results
 
 def fronts(groups: list[mixed_results.Runs]) -> "Figure":
     """The best accuracy within a budget, a line for each sampling with the range over seeds; the start's widths."""
-    first = groups[0]
+    first, shared = groups[0], mixed_results.shared_settings(groups)
     widths = ", ".join(map(str, first.widths))
     figure, (ax,) = panels(f"{MODELS[first.get('model')]}, CIFAR-10: searched plans of widths {widths}", 1, 1, 3.6)
     for number, one in enumerate(groups):
@@ -277,7 +277,9 @@ def fronts(groups: list[mixed_results.Runs]) -> "Figure":
         color, marker = ((PALETTE[8], "o"), (PALETTE[5], "D"))[number % 2]
         low, high = np.min(values, axis=0), np.max(values, axis=0)
         ax.fill_between(sorted(common), low, high, color=color, alpha=0.15, linewidth=0)
-        ax.plot(sorted(common), np.mean(values, axis=0), marker=marker, markersize=4.5, color=color, label=one.label)
+        ax.plot(
+            sorted(common), np.mean(values, axis=0), marker=marker, markersize=4.5, color=color, label=one.label(shared)
+        )
     for bits in first.widths:
         start = statistics.fmean(run.start(bits) for run in first.runs)
         ax.plot([bits], [start], MARKERS[bits], color=GREY, fillstyle="none", markersize=8, label=f"start, {bits} bits")

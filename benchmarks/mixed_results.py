@@ -5,7 +5,7 @@ A row is one plan. The rows of one run share all settings and the seed; runs tha
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,23 @@ class Runs:
         return self.runs[0].widths
 
     @property
-    def label(self) -> str:
-        """How plans were sampled, and what is not as usual."""
-        rest = {k: v for k, v in sorted(self.settings.items()) if k not in COLUMNS}
+    def unusual(self) -> dict[str, Any]:
+        """The settings that have no column and are not as usual."""
+        return {name: value for name, value in sorted(self.settings.items()) if name not in COLUMNS}
+
+    def label(self, shared: Mapping[str, Any]) -> str:
+        """How plans were sampled, and what is not as usual, but for what is `shared`."""
         sampling = self.get("sampling")
-        return ", ".join([SAMPLINGS.get(sampling, sampling), *(f"{k}={v}" for k, v in rest.items())])
+        return ", ".join([SAMPLINGS.get(sampling, sampling), *_listed(self.unusual, shared)])
+
+
+def shared_settings(groups: Sequence[Runs]) -> dict[str, Any]:
+    """What is not as usual in all of `groups` alike."""
+    return {k: v for k, v in groups[0].unusual.items() if all(one.unusual.get(k) == v for one in groups)}
+
+
+def _listed(settings: Mapping[str, Any], shared: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items() if name not in shared]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -172,7 +184,10 @@ def section(rows: Iterable[Row]) -> str:
         mine = [o for o in groups if (o.get("split") != "test", o.get("model"), o.widths) == (held, model, widths)]
         where = "held-out images" if held else "mixed"
         title = f"### {MODELS[model]}, {where}, widths {', '.join(map(str, widths))}\n"
-        parts += [title, plans_table(mine), uniform_table(mine)]
+        parts.append(title)
+        if shared := _listed(shared_settings(mine), {}):
+            parts.append(f"All runs: {', '.join(shared)}.\n")
+        parts += [plans_table(mine), uniform_table(mine)]
         if not held and model == "resnet20" and widths == paper.THREE:
             parts.append(targets_table(mine))
     return "\n".join(parts)
@@ -190,7 +205,7 @@ def plans_table(groups: list[Runs]) -> str:
     budgets = shown_budgets(groups[0].widths)
     lines = []
     for one in groups:
-        cells = _first_cells(one)
+        cells = _first_cells(one, groups)
         for budget in budgets:
             values = [value for run in one.runs if (value := run.searched(budget)) is not None]
             cells[f"{budget:g} bits"] = mean(values) if values else ""
@@ -207,7 +222,7 @@ def uniform_table(groups: list[Runs]) -> str:
     """One width everywhere, against the start."""
     lines = []
     for one in groups:
-        cells = _first_cells(one)
+        cells = _first_cells(one, groups)
         for bits in one.widths:
             change = statistics.fmean(run.uniform(bits) - run.start(bits) for run in one.runs)
             cells[f"{bits} bits"] = f"{mean([run.uniform(bits) for run in one.runs])} ({signed(change)})"
@@ -232,7 +247,12 @@ def targets_table(groups: list[Runs]) -> str:
             aims[f"uniform {bits} bits less the start's: at least -0.30"] = -0.3, changes
         aims["HASB's front less that of random sampling: above 0"] = 1e-6, fronts
         for text, (least, values) in aims.items():
-            line = {"plans": one.label, "epochs": str(one.get("epochs")), "target": text, "seeds": str(len(values))}
+            line = {
+                "plans": one.label(shared_settings(groups)),
+                "epochs": str(one.get("epochs")),
+                "target": text,
+                "seeds": str(len(values)),
+            }
             if values:
                 difference = round(statistics.fmean(values), 6)
                 line |= {"measured": signed(difference), "met": "yes" if difference >= least else "no"}
@@ -240,7 +260,7 @@ def targets_table(groups: list[Runs]) -> str:
     return table(["plans", "epochs", "target", "seeds", "measured", "met"], lines)
 
 
-def _first_cells(one: Runs) -> Cells:
+def _first_cells(one: Runs, groups: Sequence[Runs]) -> Cells:
     seeds = ", ".join(str(run.seed) for run in one.runs)
     numbers = {"lr": f"{one.get('lr'):g}", "epochs": str(one.get("epochs"))}
-    return {"plans": one.label, **numbers, "runs (seeds)": f"{len(one.runs)} ({seeds})"}
+    return {"plans": one.label(shared_settings(groups)), **numbers, "runs (seeds)": f"{len(one.runs)} ({seeds})"}

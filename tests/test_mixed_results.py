@@ -122,7 +122,10 @@ def test_settings_keep_runs_apart_and_the_order_of_rows_does_not_matter() -> Non
     assert mixed_results.section(rows) == text
     labels = [line[0] for line in cells(text, "| HASB")]
     assert "HASB, transitions=statistics" in labels
-    assert "HASB, sigma=0.2" in labels
+    assert text.count("sigma=0.2") == text.count("All runs: sigma=0.2.") == 1, "what all runs share is said once"
+    text = mixed_results.section(rows + run(model="mobilenetv2", sigma=0.3))
+    assert {"HASB, sigma=0.2", "HASB, sigma=0.3"} <= {line[0] for line in cells(text, "| HASB")}
+    assert "All runs" not in text
     titles = [line for line in text.splitlines() if line.startswith("###")]
     assert titles == [
         "### ResNet20, mixed, widths 4, 3, 2",
