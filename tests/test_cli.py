@@ -266,25 +266,32 @@ def test_train_runs_a_recipe_with_overrides(tmp_path, capsys) -> None:
     assert artifact.bit_choices == (4, 2)
 
 
-def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None:
-    live, x = bitdial.load(file), torch.rand(1, 1, 8, 8)
+def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path, monkeypatch) -> None:
+    """The settings that reach `export_onnx`, the words about what it wrote, and once the bytes themselves."""
+    asked = []
+
+    def export(live, path, sample, **options):
+        asked.append(options["bits"])
+        return bitdial.export_onnx(live, path, sample, **options)
+
+    monkeypatch.setattr(bitdial.cli.export, "export_onnx", export)
     mixed = bitdial.BitPlan({"layer1.0.conv1": 2}, default=(4, 8))
     (tmp_path / "mixed.json").write_text(json.dumps(mixed.to_dict()))
     target = tmp_path / "out" / "model.onnx"
     said = {
-        "4": "8 x 4 bits as INT4",
         "6:4": "8 x 6 bits as INT8",
         "narrow-acts": "8 x 8 bits as INT8",
         str(tmp_path / "mixed.json"): "1 x 2 bits as INT2, 7 x 4 bits as INT4",
     }
-    settings = (4, (6, 4), "narrow-acts", mixed)
-    for (bits, words), setting in zip(said.items(), settings, strict=True):
+    for bits, words in said.items():
         assert main(["export", str(file), "--onnx", str(target), "--bits", bits, "--input", "1x8x8"]) == 0
         assert words in capsys.readouterr().out
-        bitdial.export_onnx(live, tmp_path / "library.onnx", x, bits=setting)
-        assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
+    assert asked == [(6, 4), bitdial.BitPlan(default=(8, 2)), mixed]
+    bitdial.export_onnx(bitdial.load(file), tmp_path / "library.onnx", torch.rand(1, 1, 8, 8), bits=mixed)
+    assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
     assert main(["export", str(file), "--onnx", str(target), "--bits", "2", "--opset", "21"]) == 0
     assert "8 x 2 bits as INT4" in capsys.readouterr().out, "the recipe says what an input looks like"
+    assert asked[-1] == 2
 
 
 @pytest.mark.parametrize(
