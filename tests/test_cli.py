@@ -9,7 +9,9 @@ import torch
 import bitdial
 from bitdial.artifact import amend, sizes
 from bitdial.cli import main
+from bitdial.cli.arguments import resolve_setting
 from bitdial.recipes.cifar10 import cifar10_test
+from bitdial.search import MeasuredFront, MeasuredPlan
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +117,41 @@ def test_bits_from_what_search_writes(file, capsys, tmp_path, monkeypatch) -> No
     assert "1 x 2 bits as INT2, 7 x 8 bits as INT8" in capsys.readouterr().out
 
 
+def measured(path) -> str:
+    """A file as `bitdial pareto --out` writes it: a plan on the front, one that is beaten."""
+    plans = [
+        MeasuredPlan(plan=SEARCHED["2.5 bits"], costs={"average_bits": 2.5}, accuracy=0.5, name="2.50 bits"),
+        MeasuredPlan(plan=SEARCHED["3.0 bits"], costs={"average_bits": 3.0}, accuracy=0.4),
+    ]
+    front = MeasuredFront(label="file", quantity="average_bits", samples=9, candidates=tuple(plans), uniform=())
+    front.save(path)
+    return str(path)
+
+
+def test_bits_from_what_pareto_writes(file, tmp_path) -> None:
+    """By the budgets and by the names under which `pareto` stores the plans in a file."""
+    path, artifact = measured(tmp_path / "front.json"), bitdial.read_artifact(file)
+    for name in ("2.5 bits", "3.0 bits", "2.50 bits"):
+        assert resolve_setting(f"{path}:{name}", artifact) == SEARCHED["2.5 bits"]
+    assert main(["switch", str(file), "--bits", f"{path}:3.0 bits"]) == 0
+
+
 @pytest.mark.parametrize("command", [["eval"], ["switch"], ["export", "--onnx", "x.onnx"]])
 def test_bits_from_files_that_do_not_say_which_plan(file, capsys, tmp_path, command) -> None:
     two = searched(tmp_path / "two.json", "3.0 bits", "2.5 bits")
     (tmp_path / "odd.json").write_text('{"plans": {"a": [4]}}')
+    (tmp_path / "empty.json").write_text(
+        '{"label": "", "quantity": "average_bits", "samples": 1, "candidates": [], "uniform": []}'
+    )
+    (tmp_path / "cut.json").write_text('{"candidates": [{"plan": 4}]}')
     for bits, words in (
         (two, f"has 2 plans; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
         (f"{two}:4", f"has no plan '4'; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
         (str(tmp_path / "odd.json"), "not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search"),
+        (measured(tmp_path / "front.json"), "choose one by its name"),
+        (str(tmp_path / "front.json:9.9 bits"), "has no plan '9.9 bits'; choose one by its name"),
+        (str(tmp_path / "empty.json:3.0 bits"), "nor what `bitdial search --out` or `bitdial pareto --out` writes"),
+        (str(tmp_path / "cut.json:3.0 bits"), "nor what `bitdial search --out` or `bitdial pareto --out` writes"),
         (str(tmp_path / "none.json"), "No such file"),
     ):
         assert main([*command, str(file), "--bits", bits]) == 1
