@@ -36,7 +36,7 @@ BATCHES = {"cuda": [1, 32, 256], "cpu": [1, 8]}
 NETWORKS = {"cuda": ["resnet18", "resnet50"], "cpu": ["resnet18"]}
 BIT_CHOICES = (8, 6, 4, 3, 2)
 FIRST_AND_LAST = ["float", "quantised"]
-CALLS = 4  # in a round
+CALLS = 4  # in a round; of the tiny network one
 CHECKED = 2  # images whose outputs are compared with those of `code_exact`
 
 
@@ -76,7 +76,7 @@ def float_actions(model: nn.Module, x: Tensor, options: argparse.Namespace) -> d
 def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one network."""
     model = build(name, options.seed)
-    size = 8 if options.tiny else 224
+    size, calls = (8, 1) if options.tiny else (224, CALLS)
     largest = max(options.batches)
     images = torch.randn(largest, 3, size, size, generator=torch.Generator().manual_seed(options.seed))
     images = images.to(options.device, memory_format=LAST)
@@ -96,7 +96,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for bits in options.bits:  # all widths share the operands' tensors: each is measured while it is set
             for network in (*lives.values(), *exacts.values()):
                 set_bits(network, bits)
-            runs = {kind: repeated([action] * CALLS, x.device) for kind, action in actions.items()}
+            runs = {kind: repeated([action] * calls, x.device) for kind, action in actions.items()}
             times = {kind: us / 1e3 for kind, us in medians(runs, options.rounds).items()}
             for kind, ms in times.items():
                 row: dict[str, Any] = {"kernel": kind, "network": name, "batch": batch, "ms": significant(ms)}

@@ -9,7 +9,9 @@ import torch
 import bitdial
 from bitdial.artifact import amend, sizes
 from bitdial.cli import main
+from bitdial.cli.arguments import resolve_setting
 from bitdial.recipes.cifar10 import cifar10_test
+from bitdial.search import MeasuredFront, MeasuredPlan
 
 
 @pytest.fixture(scope="module")
@@ -115,14 +117,41 @@ def test_bits_from_what_search_writes(file, capsys, tmp_path, monkeypatch) -> No
     assert "1 x 2 bits as INT2, 7 x 8 bits as INT8" in capsys.readouterr().out
 
 
+def measured(path) -> str:
+    """A file as `bitdial pareto --out` writes it: a plan on the front, one that is beaten."""
+    plans = [
+        MeasuredPlan(plan=SEARCHED["2.5 bits"], costs={"average_bits": 2.5}, accuracy=0.5, name="2.50 bits"),
+        MeasuredPlan(plan=SEARCHED["3.0 bits"], costs={"average_bits": 3.0}, accuracy=0.4),
+    ]
+    front = MeasuredFront(label="file", quantity="average_bits", samples=9, candidates=tuple(plans), uniform=())
+    front.save(path)
+    return str(path)
+
+
+def test_bits_from_what_pareto_writes(file, tmp_path) -> None:
+    """By the budgets and by the names under which `pareto` stores the plans in a file."""
+    path, artifact = measured(tmp_path / "front.json"), bitdial.read_artifact(file)
+    for name in ("2.5 bits", "3.0 bits", "2.50 bits"):
+        assert resolve_setting(f"{path}:{name}", artifact) == SEARCHED["2.5 bits"]
+    assert main(["switch", str(file), "--bits", f"{path}:3.0 bits"]) == 0
+
+
 @pytest.mark.parametrize("command", [["eval"], ["switch"], ["export", "--onnx", "x.onnx"]])
 def test_bits_from_files_that_do_not_say_which_plan(file, capsys, tmp_path, command) -> None:
     two = searched(tmp_path / "two.json", "3.0 bits", "2.5 bits")
     (tmp_path / "odd.json").write_text('{"plans": {"a": [4]}}')
+    (tmp_path / "empty.json").write_text(
+        '{"label": "", "quantity": "average_bits", "samples": 1, "candidates": [], "uniform": []}'
+    )
+    (tmp_path / "cut.json").write_text('{"candidates": [{"plan": 4}]}')
     for bits, words in (
         (two, f"has 2 plans; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
         (f"{two}:4", f"has no plan '4'; choose one by its name, as in {two}:NAME ('3.0 bits', '2.5 bits')"),
         (str(tmp_path / "odd.json"), "not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search"),
+        (measured(tmp_path / "front.json"), "choose one by its name"),
+        (str(tmp_path / "front.json:9.9 bits"), "has no plan '9.9 bits'; choose one by its name"),
+        (str(tmp_path / "empty.json:3.0 bits"), "nor what `bitdial search --out` or `bitdial pareto --out` writes"),
+        (str(tmp_path / "cut.json:3.0 bits"), "nor what `bitdial search --out` or `bitdial pareto --out` writes"),
         (str(tmp_path / "none.json"), "No such file"),
     ):
         assert main([*command, str(file), "--bits", bits]) == 1
@@ -266,25 +295,32 @@ def test_train_runs_a_recipe_with_overrides(tmp_path, capsys) -> None:
     assert artifact.bit_choices == (4, 2)
 
 
-def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path) -> None:
-    live, x = bitdial.load(file), torch.rand(1, 1, 8, 8)
+def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path, monkeypatch) -> None:
+    """The settings that reach `export_onnx`, the words about what it wrote, and once the bytes themselves."""
+    asked = []
+
+    def export(live, path, sample, **options):
+        asked.append(options["bits"])
+        return bitdial.export_onnx(live, path, sample, **options)
+
+    monkeypatch.setattr(bitdial.cli.export, "export_onnx", export)
     mixed = bitdial.BitPlan({"layer1.0.conv1": 2}, default=(4, 8))
     (tmp_path / "mixed.json").write_text(json.dumps(mixed.to_dict()))
     target = tmp_path / "out" / "model.onnx"
     said = {
-        "4": "8 x 4 bits as INT4",
         "6:4": "8 x 6 bits as INT8",
         "narrow-acts": "8 x 8 bits as INT8",
         str(tmp_path / "mixed.json"): "1 x 2 bits as INT2, 7 x 4 bits as INT4",
     }
-    settings = (4, (6, 4), "narrow-acts", mixed)
-    for (bits, words), setting in zip(said.items(), settings, strict=True):
+    for bits, words in said.items():
         assert main(["export", str(file), "--onnx", str(target), "--bits", bits, "--input", "1x8x8"]) == 0
         assert words in capsys.readouterr().out
-        bitdial.export_onnx(live, tmp_path / "library.onnx", x, bits=setting)
-        assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
+    assert asked == [(6, 4), bitdial.BitPlan(default=(8, 2)), mixed]
+    bitdial.export_onnx(bitdial.load(file), tmp_path / "library.onnx", torch.rand(1, 1, 8, 8), bits=mixed)
+    assert target.read_bytes() == (tmp_path / "library.onnx").read_bytes()
     assert main(["export", str(file), "--onnx", str(target), "--bits", "2", "--opset", "21"]) == 0
     assert "8 x 2 bits as INT4" in capsys.readouterr().out, "the recipe says what an input looks like"
+    assert asked[-1] == 2
 
 
 @pytest.mark.parametrize(

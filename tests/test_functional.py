@@ -160,6 +160,30 @@ def test_narrow_takes_tensors(codes: Any) -> None:
         bf.narrow(codes, high=8, low=4)
 
 
+@pytest.mark.parametrize("wrong", [8.0, True, "8", None, torch.tensor(8.0)], ids=str)
+def test_widths_that_are_no_whole_numbers(wrong: Any) -> None:
+    codes, scale = torch.zeros(3, dtype=torch.int8), torch.ones(1)
+    for name in ("high", "low"):
+        widths = {"high": 8, "low": 4, name: wrong}
+        for call in (
+            lambda widths=widths: bf.narrow(codes, **widths),
+            lambda widths=widths: bf.fake_quantize(torch.zeros(3), scale, **widths),
+        ):
+            with pytest.raises(ConfigError, match=rf"{name}=.* must be a whole number of bits, such as 8"):
+                call()
+    for call in (
+        lambda: bf.quantize(torch.zeros(3), scale, bits=wrong),
+        lambda: bf.quantize_activation(torch.zeros(3), scale, bits=wrong, kind="signed"),
+    ):
+        with pytest.raises(ConfigError, match=r"bits=.* must be a whole number of bits"):
+            call()
+
+
+def test_widths_may_be_whole_numbers_of_numpy() -> None:
+    codes = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)
+    assert torch.equal(bf.narrow(codes, high=np.int64(8), low=np.int64(4)), bf.narrow(codes, high=8, low=4))
+
+
 def test_narrow_of_nothing_is_nothing() -> None:
     empty = torch.zeros(0, 3, dtype=torch.int8)
     assert bf.narrow(empty, high=8, low=2).shape == (0, 3)

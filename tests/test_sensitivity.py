@@ -394,6 +394,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"batches": []}, "no batches"),
     "an empty batch": ({"batches": [(torch.zeros(0, 1, 4, 4), torch.zeros(0).long())]}, "batch 0 is empty"),
     "not pairs": ({"batches": [torch.zeros(2, 1, 4, 4)]}, "batch 0 is not a pair"),
+    "a label of no class": (
+        {"batches": [make_data(), (make_data()[0], make_data()[1] + 50)]},
+        r"batch 1: the label 5\d is none of the model's \d classes, 0 to \d; check the targets",
+    ),
+    "a negative label": (
+        {"batches": [(make_data()[0], make_data()[1] * 0 - 1)], "loss": nn.CrossEntropyLoss()},
+        "batch 0: the label -1 is none of",
+    ),
     "NaN loss": ({"loss": lambda o, t: F.cross_entropy(o, t) * math.nan}, "batch 0: the loss is nan"),
     "NaN data": ({"batches": [make_data(), (make_data()[0] * math.inf, make_data()[1])]}, "batch 1: the loss is nan"),
     "a loss for each sample": ({"loss": lambda o, t: F.cross_entropy(o, t, reduction="none")}, r"one number.*\(11,\)"),

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from bitdial.errors import ConfigError
 from bitdial.nn import PackedLayer, QuantLayer
 from bitdial.nn.layers import conv_arguments
-from bitdial.observe import Batch, call, pairs
+from bitdial.observe import Batch, call, classes_of, find_odd_label, ignored_label, label_problem, pairs
 from bitdial.plan import set_bits, unwrap
 from bitdial.prepare import swap_modules
 from bitdial.sensitivity import LayerSensitivity, Sensitivity, check_count
@@ -169,7 +169,11 @@ class _Data:
         return found
 
     def _checked_loss(self, view: nn.Module, number: int, inputs: Batch, targets: Any) -> Tensor:
-        value = self.loss(call(view, inputs), targets)
+        output = call(view, inputs)
+        ignored, classes = ignored_label(self.loss), classes_of(output)
+        if ignored is not None and classes and (odd := find_odd_label(targets, classes, ignored)) is not None:
+            raise ConfigError(f"batch {number}: {label_problem(odd, classes)}")
+        value = self.loss(output, targets)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(f"batch {number}: the loss must be one number, the mean over the batch; got {shape}")

@@ -12,7 +12,7 @@ import torch
 import bitdial
 from bitdial import functional as bf
 from bitdial.cli import main
-from bitdial.errors import TrainingError
+from bitdial.errors import ConfigError, TrainingError
 from bitdial.plan import dialled_layers
 from bitdial.recipes.float_training import train_float
 
@@ -188,6 +188,21 @@ def test_progressive_distillation_in_a_graph_is_that_of_eager_steps(monkeypatch:
         assert bool(step.graphs._recorded) == graph
         assert not bool(step.distiller.previous.isnan().any()), "each sample's prediction was kept"
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_labels_of_no_class_do_not_end_the_process() -> None:
+    """cross_entropy would fail by an assertion on the device, after which nothing runs there."""
+    x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).cuda()
+    prepared, config = bitdial.prepare(model, bitdial.QuantConfig(), x), bitdial.TrainConfig(epochs=3, lr=1e-3)
+    bitdial.train(copy.deepcopy(prepared), bitdial.ArrayData(x, y, batch_size=8), config, progress=False)
+    y[5] = 16
+    for data in (bitdial.ArrayData(x, y, batch_size=8), [(x, y)]):
+        with pytest.raises(TrainingError, match="the label 16 is none of the model's 16 classes"):
+            bitdial.train(copy.deepcopy(prepared), data, config, progress=False)
+    with pytest.raises(ConfigError, match="batch 0: the label 16 "):
+        bitdial.hessian_trace(prepared, [(x, y)], progress=False)
+    torch.cuda.synchronize()
 
 
 def test_a_model_without_a_convolution_is_recorded() -> None:

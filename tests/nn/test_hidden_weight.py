@@ -97,8 +97,18 @@ def test_it_is_part_of_no_state(saved: Callable[..., Path]) -> None:
         live = load(saved("nested", "float"), Net(), kernels=kernels)
         assert not [key for key in live.state_dict() if key.endswith(("up.weight", "up.active"))]
         assert not [key for key, _ in live.named_parameters() if key.endswith("up.weight")]
-        with pytest.raises(KeyError, match="already exists"):  # no layer would use it
-            live.up.weight = nn.Parameter(torch.zeros(12, 6))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_nothing_can_be_put_in_its_place(saved: Callable[..., Path], kernels: str) -> None:
+    """No layer would use it."""
+    live = load(saved("nested", "float"), Net(), kernels=kernels)
+    before = live(X)
+    for value in (nn.Parameter(torch.zeros(12, 6)), torch.zeros(12, 6), live.up.weight, None):
+        with pytest.raises(HiddenWeightError, match=r"layer 'up' of a live model .* load_trainable\(path\)"):
+            live.up.weight = value  # type: ignore[assignment, union-attr]
+    assert isinstance(live.up.weight, HiddenWeight)  # type: ignore[union-attr]
+    assert torch.equal(live(X), before)
 
 
 def test_what_can_be_known(hidden: HiddenWeight) -> None:

@@ -461,6 +461,8 @@ def test_hostile_tensors(damage: str, kept: tuple[dict[str, Any], Path]) -> None
     for name, value in tensors.items():
         if damage != "shape" and (name.endswith(".step") or name.startswith("random.numpy")):
             continue  # a number is a number
+        if damage == "gone" and name.startswith("random.cuda"):
+            continue  # a file from a machine without a GPU has none, and is gone on from
         changed = {n: v for n, v in tensors.items() if n != name}
         if damage == "shape":
             changed[name] = value.reshape(-1)[:1].repeat(7)

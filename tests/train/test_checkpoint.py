@@ -133,6 +133,23 @@ def test_random_states_come_back(tmp_path: Path, make_model: MakeModel) -> None:
     assert draw() == first
 
 
+def test_a_file_from_a_machine_without_a_gpu_goes_on_on_one_with(
+    tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no state of a CUDA generator: that one stays as it is, the others come back."""
+    step = JointStep(make_model(), TrainConfig(epochs=1), steps_per_epoch=1)
+    with monkeypatch.context() as without:
+        without.setattr(torch.cuda, "is_available", lambda: False)
+        save_checkpoint(tmp_path / "c", step)
+    assert not [n for n in read_container(tmp_path / "c", error=CheckpointError)[0] if n.startswith("random.cuda")]
+    drawn, touched = torch.rand(3), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", touched.append)
+    assert load_checkpoint(tmp_path / "c", step) == {}
+    assert touched == []
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_saving_changes_nothing(tmp_path: Path, make_model: MakeModel) -> None:
     step = JointStep(make_model(), TrainConfig(epochs=1), steps_per_epoch=1)
     before, state = state_of(step.model), torch.get_rng_state()

@@ -19,6 +19,7 @@ from bitdial.errors import ConfigError, TrainingError
 from bitdial.plan import get_bits, set_bits
 from bitdial.train import ArrayData, History, TrainConfig, accuracy, train
 from bitdial.train.data import Sample
+from bitdial.train.guard import LabelGuard
 from bitdial.train.progress import BarProgress, LogProgress, describe, make_progress
 
 MakeModel = Callable[..., nn.Module]
@@ -210,6 +211,60 @@ def test_inputs_as_tuples_and_dicts(make_model: MakeModel, make_data: MakeData) 
 def test_a_batch_of_another_shape(batch: Any, make_model: MakeModel) -> None:
     with pytest.raises(ConfigError, match=r"\(inputs, targets\)"):
         train(make_model(BITS), [batch], TrainConfig(epochs=1), progress=False)
+
+
+LOSSES = [F.cross_entropy, nn.CrossEntropyLoss(ignore_index=7)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("label", [3, 50, -1])
+def test_labels_of_no_class(label: int, loss: Any, make_model: MakeModel, make_data: MakeData) -> None:
+    """Of arrays, all at once before the first update; of a loader, each batch before it is trained on."""
+    words = rf"the label {label} is none of the model's 3 classes, 0 to 2"
+    data, config = make_data(), TrainConfig(epochs=1)
+    data.targets[-1] = label
+    model = make_model()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with pytest.raises(TrainingError, match=words):
+        train(model, data, config, loss=loss, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    for at in (0, 2):
+        batches = [(batch.inputs, batch.targets % 3) for batch in make_data().batches(0)]
+        batches[at][1][0] = label
+        with pytest.raises(TrainingError, match=words):
+            train(make_model(), batches, config, loss=loss, progress=False)
+
+
+def test_labels_that_are_left_out_or_no_labels(make_model: MakeModel, make_data: MakeData) -> None:
+    data, config = make_data(), TrainConfig(epochs=1)
+    for loss, ignored in zip(LOSSES, (-100, 7), strict=True):
+        data.targets[-1] = ignored
+        train(make_model(), data, config, loss=loss, progress=False)
+    data.targets = F.one_hot(make_data().targets, 3) * 1.0
+    train(make_model(), data, config, progress=False)
+    data.targets = torch.full((len(data.inputs),), 50)  # a loss of one's own knows what its targets are
+    train(
+        make_model(), data, config, loss=lambda output, targets: (output.mean() - targets).abs().mean(), progress=False
+    )
+
+
+def test_a_gpu_is_not_waited_for_at_every_step() -> None:
+    """Labels there are looked at in the first batch of an epoch, and not again if all of them have been."""
+
+    class There(Tensor):
+        is_cuda = True
+
+    guard, logits = LabelGuard(F.cross_entropy), torch.zeros(2, 3)
+    good, bad = (torch.tensor(labels).as_subclass(There) for labels in ([0, 2], [0, 3]))
+    guard.learn(logits, good)
+    guard.check(bad, epoch_begins=False)
+    with pytest.raises(TrainingError, match="the label 3 "):
+        guard.check(bad, epoch_begins=True)
+    guard = LabelGuard(F.cross_entropy)
+    guard.everything = bad
+    with pytest.raises(TrainingError, match="the label 3 "):
+        guard.learn(logits, good)
+    guard.check(bad, epoch_begins=True)
 
 
 def test_data_without_a_length(make_model: MakeModel, make_data: MakeData) -> None:

@@ -9,8 +9,9 @@ from bitdial.config import check_bit_choices
 from bitdial.container import read_json
 from bitdial.errors import ConfigError, PlanError
 from bitdial.plan import BitPlan, LayerBits
+from bitdial.search import MeasuredFront
 
-BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan or of `search --out`"
+BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan, of `search --out` or of `pareto --out`"
 
 
 def file_argument(parser: argparse.ArgumentParser) -> None:
@@ -90,16 +91,18 @@ def resolve_setting(setting: LayerBits | str, artifact: Artifact) -> LayerBits |
 
 
 def _plans_in(path: str) -> dict[str, BitPlan]:
-    """The plans in a .json file by name, as `bitdial search --out` writes them; a plan by itself has no name."""
+    """The plans in a .json file by name, as `search --out` and `pareto --out` write them; one by itself has none."""
     values: Any = read_json(path)
     try:
         if isinstance(values, dict) and isinstance(found := values.get("plans"), dict) and found:
             return {name: BitPlan.from_dict(one["plan"]) for name, one in found.items()}
+        if isinstance(values, dict) and "candidates" in values:
+            return MeasuredFront.load(path).plans
         return {"": BitPlan.from_dict(values)}
-    except (PlanError, KeyError, TypeError) as problem:
+    except (KeyError, TypeError, ValueError) as problem:  # of ours, PlanError and ConfigError
         raise PlanError(
-            f"--bits {path}: not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search --out` writes "
-            f"({problem})"
+            f"--bits {path}: not a plan, as json.dumps(plan.to_dict()) gives, nor what `bitdial search --out` or "
+            f"`bitdial pareto --out` writes ({problem})"
         ) from problem
 
 

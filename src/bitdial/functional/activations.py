@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial.errors import ConfigError
-from bitdial.functional.schemes import ACTIVATION_KINDS, apply, check_widths, code_range
+from bitdial.functional.schemes import ACTIVATION_KINDS, apply, check_whole, check_widths, code_range
 
 
 def integer_zero_point(zero_point: Tensor, bits: int) -> Tensor:
@@ -102,6 +102,7 @@ def dequantize_activation(codes: Tensor, scale: Tensor, zero_point: Tensor | Non
 
 def check_activation(bits: int, kind: str, zero_point: Tensor | None) -> None:
     """Raise ConfigError unless width, kind and zero-point go together."""
+    check_whole(bits=bits)
     check_widths(bits, bits)
     if kind not in ACTIVATION_KINDS:
         raise ConfigError(f"activation kind {kind!r} is not known; choose one of {', '.join(ACTIVATION_KINDS)}")

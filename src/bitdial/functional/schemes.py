@@ -1,6 +1,7 @@
 """The weight schemes, and the integers they share."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -54,8 +55,16 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
+def check_whole(**widths: object) -> None:
+    """Raise ConfigError for a width, named by its argument, that is not a whole number."""
+    for name, value in widths.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise ConfigError(f"{name}={value!r} must be a whole number of bits, such as 8")
+
+
 def check_widths(high: int, low: int) -> None:
-    """Raise ConfigError unless 2 <= low <= high <= 8."""
+    """Raise ConfigError unless both are whole numbers and 2 <= low <= high <= 8."""
+    check_whole(high=high, low=low)
     if not 2 <= low <= high <= 8:
         raise ConfigError(f"need 2 <= low <= high <= 8, got high={high}, low={low}")
 

@@ -7,7 +7,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.functional.schemes import Scheme, apply, check_ties, check_widths, code_range, per_channel, scheme_of
+from bitdial.functional.schemes import (
+    Scheme,
+    apply,
+    check_ties,
+    check_whole,
+    check_widths,
+    code_range,
+    per_channel,
+    scheme_of,
+)
 
 
 def _source(weight: Tensor, scheme: Scheme) -> Tensor:
@@ -58,6 +67,7 @@ def quantize(weight: Tensor, scale: Tensor, *, bits: int, scheme: str = "double_
 
     `scale` is (output channels,) or (1,), positive. Raises where a weight or scale is not finite.
     """
+    check_whole(bits=bits)
     check_widths(bits, bits)
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError("the weight holds NaN or infinity")

@@ -57,6 +57,18 @@ class HiddenWeight:
         raise HiddenWeightError(_problem(hidden[0].layer if hidden else None, getattr(func, "__name__", str(func))))
 
 
+class HidesWeight:
+    """A layer whose `weight` is a HiddenWeight: nothing can be put in its place. Comes before nn.Module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(hidden := getattr(self, name, None), HiddenWeight):
+            raise HiddenWeightError(
+                f"layer {hidden.layer!r} of a live model runs on integer codes: a weight put there would not be used. "
+                "load_trainable(path) gives a model with float weights; save it and load it again"
+            )
+        super().__setattr__(name, value)
+
+
 def _problem(layer: str | None, name: str) -> str:
     return (
         f"layer {layer!r} of a live model runs on integer codes: its weight has a shape, dtype and device, but no "

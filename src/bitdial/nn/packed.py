@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
-from bitdial.nn.hidden_weight import HiddenWeight
+from bitdial.nn.hidden_weight import HiddenWeight, HidesWeight
 from bitdial.nn.layers import conv_arguments
 
 
-class PackedLayer(nn.Module):
+class PackedLayer(HidesWeight, nn.Module):
     """What PackedConv2d and PackedLinear share. Abstract.
 
     Buffers: `stored`, int8 codes of the highest width (for schemes that cannot narrow: the float weight);

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.observe import INPUTS_ALONE, Batch, call, evaluating, pairs
+from bitdial.observe import INPUTS_ALONE, Batch, call, evaluating, label_problem, pairs
 from bitdial.plan import BitPlan, LayerBits, at_bits, listed, unwrap
 from bitdial.train.data import check_samples
 
@@ -35,10 +35,7 @@ def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float
             odd = (targets < 0) | (targets >= classes)
             hits, odd_ones = torch.stack([(guess == targets).sum(), odd.sum()]).tolist()  # one wait for the device
             if odd_ones and not targets.is_floating_point():
-                raise TrainingError(
-                    f"the label {int(targets[odd][0])} is none of the model's {classes} classes, 0 to {classes - 1}; "
-                    "check the targets, or leave such samples out"
-                )
+                raise TrainingError(label_problem(int(targets[odd][0]), classes))
             right += hits
             seen += targets.numel()
     if seen == 0:

@@ -1,6 +1,6 @@
 """Stop a run that has gone wrong, and say where."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import TrainingError
 from bitdial.nn import QuantLayer
-from bitdial.observe import Batch, call
+from bitdial.observe import Batch, call, classes_of, find_odd_label, ignored_label, label_problem
 
 SMALLEST_SHARE = 2.0**-10
 
@@ -122,3 +122,34 @@ def find_culprit(model: nn.Module, inputs: Batch) -> str:
 
 def _finite(value: object) -> bool:
     return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
+
+
+class LabelGuard:
+    """Refuses labels that are no class of the model, where `loss` is cross-entropy: on a GPU they end the process.
+
+    The first pass says how many classes there are. It looks at `everything`, the labels of the whole data set, if they
+    are at hand, else at those of its batch. From then on each batch is looked at before it is trained on; but on a GPU,
+    which would have to be waited for, only the first of an epoch, and none if everything has been looked at.
+    """
+
+    def __init__(self, loss: Callable[..., Any]):
+        self.ignored = ignored_label(loss)
+        self.everything: Tensor | None = None
+        self.classes: int | None = None
+
+    def learn(self, output: Any, targets: Any) -> None:
+        """Before the loss of `output` is computed: of the first pass, take the number of classes, and look."""
+        if self.ignored is None or self.classes is not None:
+            return
+        self.classes = classes_of(output)
+        self._look(targets if self.everything is None else self.everything)
+
+    def check(self, targets: Any, *, epoch_begins: bool) -> None:
+        """Before a step on `targets`."""
+        on_gpu = isinstance(targets, Tensor) and targets.is_cuda
+        if not on_gpu or (epoch_begins and self.everything is None):
+            self._look(targets)
+
+    def _look(self, targets: Any) -> None:
+        if self.classes is not None and (odd := find_odd_label(targets, self.classes, self.ignored)) is not None:
+            raise TrainingError(label_problem(odd, self.classes))

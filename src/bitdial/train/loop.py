@@ -21,7 +21,7 @@ from bitdial.sensitivity import Sensitivity
 from bitdial.train import distributed
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.config import TrainConfig
-from bitdial.train.data import LoaderData, TrainingData
+from bitdial.train.data import ArrayData, LoaderData, TrainingData
 from bitdial.train.evaluate import evaluate
 from bitdial.train.progress import make_progress
 from bitdial.train.steps import JointStep, LossFunction, StepReport
@@ -116,6 +116,8 @@ def train(
         samples=source.samples,
         sensitivity=sensitivity,
     )
+    if type(source) is ArrayData:  # another class may give out other targets
+        step.labels.everything = source.targets
     history = History(layers=list(step.layers))
     first_epoch, first_batch, totals = 0, 0, _Totals()
     if checkpoint is not None and Path(checkpoint).exists():

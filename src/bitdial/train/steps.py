@@ -28,7 +28,7 @@ from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller
 from bitdial.train.fuse import FastModel
 from bitdial.train.graph import StepGraphs
-from bitdial.train.guard import ScaleGuard, check_loss, find_culprit
+from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
 from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
 from bitdial.train.optimizers import make_optimizer, step_at
 from bitdial.train.seats import Seats, why_not
@@ -104,6 +104,7 @@ class JointStep:
         )
         self.scale_optimizers = self._scale_optimizers()
         self.seats = self._take_seats() if self.sampler is not None and fused and config.cuda_graph else None
+        self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
@@ -165,6 +166,7 @@ class JointStep:
         On a GPU the step becomes a CUDA graph, the report's tensors stay there and hold until the next step, and what
         went wrong is noticed at `check`, which runs every 50 steps.
         """
+        self.labels.check(targets, epoch_begins=self.step % self.steps_per_epoch == 0)
         lr = self.learning_rate()
         self.rate = lr
         if self.on_gpu:
@@ -239,6 +241,7 @@ class JointStep:
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
         with self._autocast():
             output = call(self.fast, inputs)
+            self.labels.learn(output, targets)
             hard = self.loss_function(output, targets)
             return self.distiller.loss(hard, output, highest=highest, index=index), output
 

@@ -19,11 +19,11 @@ from bitdial.errors import QuantizationError
 from bitdial.kernels.arena import PackedArena
 from bitdial.kernels.layouts import packed_fields, unpack_words
 from bitdial.kernels.packed import DTYPES, packed_linear
-from bitdial.nn.hidden_weight import HiddenWeight
+from bitdial.nn.hidden_weight import HiddenWeight, HidesWeight
 from bitdial.plan import SWITCHBOARD, Board, Selection
 
 
-class WordsLinear(nn.Linear):
+class WordsLinear(HidesWeight, nn.Linear):
     """What NestedLinear and ArenaLinear share: a scale for each row, of one step at `high` bits. Abstract.
 
     `words` in `fields` hold the weight at `weight_bits`. `act_bits` is kept for `get_bits`; activations are float.
