@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitdial.exact import ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
 from bitdial.integer.float_layers import serves_float
 from bitdial.integer.layers import to_integer
+from bitdial.kernels import fixed_point
 from bitdial.kernels.fixed_point import fixed_point_conv2d
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,6 +63,17 @@ def test_convolutions(name: str) -> None:
     assert type(made) is not type(exact)
     for images in (x, x.contiguous(memory_format=torch.channels_last), x[1], x[:0]):
         assert torch.equal(made(images), exact(images))
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="kernels have no chunks")
+@pytest.mark.parametrize("numbers", [1, 5 * 4 * 147 * 2, 5 * 4 * 147 * 3, 1 << 18], ids=str)
+def test_chunks_of_lines_and_of_samples(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line of windows at a time; as many lines or samples as fit, and what is left over; all at once."""
+    monkeypatch.setattr(fixed_point, "CHUNK_NUMBERS", numbers)
+    exact, made = pair(nn.Conv2d(**CONVS["stem"]))
+    for height in (9, 25):  # 5 and 13 lines
+        x = randn(4, 3, height, 8, seed=5)
+        assert torch.equal(made(x), exact(x))
 
 
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (2, 2, 2, 33)])

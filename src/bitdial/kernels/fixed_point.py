@@ -19,6 +19,7 @@ from bitdial.kernels.integer import (
 from bitdial.kernels.integer_sums import output_shape
 
 NO_DILATION = [1, 1]
+CHUNK_NUMBERS = 1 << 18  # float64 numbers of windows at a time, 2 MB: they stay in a cache
 
 
 @torch.library.custom_op("bitdial::fixed_point_conv2d", mutates_args=())
@@ -54,10 +55,7 @@ def fixed_point_conv2d(
         finish = Finish(norm, like(other, sizes), cap, first, second, keep)
         with torch.cuda.device_of(x):
             return filled(kernels.convolve(x, weight, powers, weight_power, bias, finish, geometry), x.device)
-    inverse, power = powers.view(2, -1, 1, 1, 1)
-    with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
-        sums = F.conv2d((x.double() * inverse).round_(), weight.permute(0, 3, 1, 2), None, stride, padding)
-    y = channels_last((sums * power * weight_power).float())
+    y = _values(x, weight, powers, weight_power, stride, padding, sizes)
     if bias is not None:
         y.add_(bias.view(-1, 1, 1))
     return finish_by_torch(y, norm, other, first, second, cap, keep)
@@ -80,3 +78,37 @@ def _(
     keep: bool,
 ) -> Outputs:
     return empty_outputs(output_shape(x, weight, stride, padding, NO_DILATION), x.device, first, second, keep)
+
+
+def _values(
+    x: Tensor,
+    weight: Tensor,
+    powers: Tensor,
+    weight_power: Tensor,
+    stride: list[int],
+    padding: list[int],
+    sizes: list[int],
+) -> Tensor:
+    """The sums as float32 numbers of shape `sizes`, channels last; chunk by chunk, a matrix product each."""
+    samples, outputs, height, width = sizes
+    (top, left), (_, rows, columns, channels) = padding, weight.shape
+    integers = (x.double() * powers[0].view(-1, 1, 1, 1)).round_().permute(0, 2, 3, 1)
+    integers = F.pad(integers, (0, 0, left, left, top, top)).contiguous()
+    image, line, pixel, _ = integers.stride()
+    # A window is as many pieces of memory as the filter has rows.
+    windows = integers.as_strided(
+        (samples, height, width, rows, columns * channels), (image, stride[0] * line, stride[1] * pixel, line, 1)
+    )
+    filters = weight.reshape(outputs, -1).t()
+    factors = (powers[1] * weight_power).view(-1, 1, 1, 1)  # powers of two: exact
+    y = x.new_empty((samples, height, width, outputs))
+    of_a_line = width * filters.shape[0]
+    lines = max(1, min(height, CHUNK_NUMBERS // of_a_line)) if x.device.type == "cpu" else height
+    together = max(1, CHUNK_NUMBERS // (height * of_a_line)) if x.device.type == "cpu" else samples
+    for sample in range(0, samples, together):
+        some = slice(sample, sample + together)
+        for first in range(0, height, lines):
+            part = windows[some, first : first + lines]
+            sums = (part.reshape(-1, filters.shape[0]) @ filters).view(*part.shape[:3], outputs)
+            y[some, first : first + lines] = sums.mul_(factors[some])
+    return y.permute(0, 3, 1, 2)

@@ -26,8 +26,12 @@ def sums_by_torch(
     The codes x may also come `raised`. The number of terms must be one whose sums fit int32.
     """
     twice = halves is not None and bool(halves)  # the weight stands for 2 * weight + 1
-    if x.device.type == "cpu" and not twice and qconv_is_exact():
-        return qconv_sums(x if x.dtype == torch.uint8 else raised(x), weight, pad, stride, padding, dilation, groups)
+    if x.device.type == "cpu" and qconv_is_exact():
+        bytes_of_x = x if x.dtype == torch.uint8 else raised(x)
+        if not twice:
+            return qconv_sums(bytes_of_x, weight, pad, stride, padding, dilation, groups)
+        if weight[0].numel() < _MOST_TERMS and (parts := exact_parts(weight, pad, groups)) is not None:
+            return doubled_qconv_sums(bytes_of_x, parts, pad, stride, padding, dilation, groups)
     x = lowered(x) if x.dtype == torch.uint8 else x
     if x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
         sums = int_mm_sums(x, weight, pad, correction, stride, padding, dilation, twice=twice)
@@ -110,6 +114,66 @@ def _arranged(
     arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, stride, padding, dilation, groups, None)
     _prepacked[weight] = about, arranged
     return arranged
+
+
+Part = tuple[slice, Tensor]  # input channels, and the weights of these
+_EXACT = 1 << 24  # below, float32 has every whole number
+_MOST_TERMS = _EXACT // 255  # of a sum of codes
+_MOST_PARTS = 16
+_parts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (what they were made for, the parts)
+
+
+def exact_parts(weight: Tensor, pad: Tensor, groups: int) -> list[Part] | None:
+    """`weight` in the fewest parts whose sums float32 has exactly, kept until it changes; None if they are too many."""
+    zero = int(pad[0]) + 128
+    about = (None if weight.is_inference() else weight._version, zero, groups)
+    kept = _parts.get(weight)
+    if kept is None or kept[0] != about or about[0] is None:
+        kept = _parts[weight] = about, _copied_parts(weight, max(zero, 255 - zero), groups)
+    found = kept[1]
+    return [(slice(None), weight)] if found == [] else found
+
+
+def _copied_parts(weight: Tensor, most: int, groups: int) -> list[Part] | None:
+    """Such parts as copies, or none of them if `weight` is one; `most`: the largest code less that of 0."""
+    channels = weight.shape[3]
+    sizes = weight.to(torch.int16).abs().sum(dim=(1, 2), dtype=torch.int32)  # an int8 has no room for |-128|
+    count = 1
+    while count <= min(channels, _MOST_PARTS if groups == 1 else 1):
+        step = -(-channels // count)
+        cuts = [slice(first, min(first + step, channels)) for first in range(0, channels, step)]
+        if all(int(sizes[:, cut].sum(dim=1).max()) * most < _EXACT for cut in cuts):
+            return [(cut, weight[..., cut].contiguous()) for cut in cuts] if count > 1 else []
+        count *= 2
+    return None
+
+
+def doubled_qconv_sums(
+    x: Tensor,
+    parts: list[Part],
+    pad: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """The sums with 2 * w + 1 of the raised codes x, for the `exact_parts` of w: rounded once, where all is added."""
+    moves = (stride, padding, dilation, groups)
+    outputs, rows, columns, _ = parts[0][1].shape
+    ones = _all_ones((groups, rows, columns, x.shape[1] // groups), int(pad[0]), *map(tuple, moves[:3]))
+    totals = qconv_sums(x, ones, pad, *moves)
+    if groups > 1:
+        totals = totals.repeat_interleave(outputs // groups, dim=1)
+    if len(parts) == 1:
+        return qconv_sums(x, parts[0][1], pad, *moves).mul_(2).add_(totals)
+    sums = sum(qconv_sums(x[:, channels], part, pad, *moves).double() for channels, part in parts)
+    return (2 * sums + totals).float().contiguous(memory_format=torch.channels_last)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_ones(shape: tuple[int, ...], *about: object) -> Tensor:
+    """The same tensor for the same use, so that it is arranged once."""
+    return torch.ones(shape, dtype=torch.int8)
 
 
 @functools.lru_cache(maxsize=64)
