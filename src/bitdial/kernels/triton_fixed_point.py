@@ -2,8 +2,8 @@
 
 `bitdial.exact` rounds the input of such a layer to integers times a power of two for each sample, and its weight to
 integers times one power. Sums of their products stay below 2^53, so float64 carries them exactly in whatever order. The
-kernel rounds the input as it reads it. For each row of the filter, a run of the image's row lies in one piece (channels
-last), so that three channels do not waste the tensor cores as much as they would tap by tap.
+kernel rounds the input as it reads it. All taps and channels of a window are one run of numbers, so that three channels
+do not waste the tensor cores as they would tap by tap: 147 of a 7x7 filter are 5 slices of 32.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,
 ):
     ROUNDER: tl.constexpr = 6755399441055744.0  # 1.5 * 2^52: added and subtracted, it rounds half to even
-    CHUNKS: tl.constexpr = (S * C + BLOCK_J - 1) // BLOCK_J
+    TERMS: tl.constexpr = R * S * C
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     live = p < pixels
@@ -58,16 +58,15 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
     left = (p % OW * STRIDE_W - PAD_W) * C
     inverse = tl.load(powers_ptr + image)[:, None]
     sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.float64)
-    for step in range(R * CHUNKS):
-        r = step // CHUNKS
-        j = step % CHUNKS * BLOCK_J + tl.arange(0, BLOCK_J)
-        row = top + r
-        column = left[:, None] + j[None, :]
-        inside = (live & (row >= 0) & (row < H))[:, None] & (column >= 0) & (column < W * C) & (j < S * C)[None, :]
-        x = tl.load(x_ptr + ((image * H + row) * (W * C))[:, None] + column, mask=inside, other=0.0)
+    for step in range((TERMS + BLOCK_J - 1) // BLOCK_J):
+        j = step * BLOCK_J + tl.arange(0, BLOCK_J)
+        row = top[:, None] + (j // (S * C))[None, :]
+        column = left[:, None] + (j % (S * C))[None, :]
+        inside = live[:, None] & (j < TERMS)[None, :] & (row >= 0) & (row < H) & (column >= 0) & (column < W * C)
+        x = tl.load(x_ptr + ((image * H)[:, None] + row) * (W * C) + column, mask=inside, other=0.0)
         x = (x.to(tl.float64) * inverse + ROUNDER) - ROUNDER
-        used = (j < S * C)[:, None] & (k < K)[None, :]
-        w = tl.load(w_ptr + k[None, :] * (R * S * C) + (r * (S * C) + j)[:, None], mask=used, other=0.0)
+        used = (j < TERMS)[:, None] & (k < K)[None, :]
+        w = tl.load(w_ptr + k[None, :] * TERMS + j[:, None], mask=used, other=0.0)
         sums = tl.dot(x, w, sums, input_precision="ieee", out_dtype=tl.float64)
     y = sums * tl.load(powers_ptr + images + image)[:, None] * tl.load(weight_power_ptr)
     y = y.to(tl.float32)
@@ -83,7 +82,7 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
 
 def default_tiles(geometry: Geometry) -> Tiles:
     """Tiles of a convolution; a guess, not yet measured on a GPU."""
-    run = 16 if geometry.columns * geometry.channels <= 16 else 32
+    run = 16 if geometry.rows * geometry.columns * geometry.channels <= 16 else 32
     return Tiles(64, run, 32 if geometry.out_channels <= 32 else 64, 4, 3)
 
 
