@@ -333,6 +333,18 @@ def test_copies_have_boards_of_their_own(make: Callable[..., Any]) -> None:
 
 
 @here
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+def test_copies_run_at_the_widths_that_they_are_switched_to(scheme: str, make: Callable[..., Any]) -> None:
+    """Also where something is kept that was made from a weight: the copy has run before each switch."""
+    live = make(scheme=scheme)()
+    assert right(live, 4)
+    twin = copy.deepcopy(live)
+    for bits in (4, 2, 8, 6, 4):
+        assert right(twin, bits)
+        assert right(live, 3 if bits == 2 else 2)
+
+
+@here
 @pytest.mark.parametrize("assign", [False, True])
 def test_what_is_loaded_takes_effect(assign: bool, make: Callable[..., Any]) -> None:
     live = make()()

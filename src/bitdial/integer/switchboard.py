@@ -182,6 +182,9 @@ class Switchboard(Board[_Steps]):
             switch_(
                 self.master, self.active, self.table, self.words, self._code_blocks, self._word_blocks, self._wanted
             )
+            if not self.active.is_cuda:  # there, what is made from a weight is kept until its version changes
+                # A copied model's operands share memory with the buffers as views do, but not the version.
+                torch.autograd.graph.increment_version([view for _, _, view in self._views if not view.is_inference()])
             self._held = numbers.copy()
 
     # --- the layout -------------------------------------------------------------------------------
