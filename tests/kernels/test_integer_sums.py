@@ -45,3 +45,30 @@ def test_parts_of_a_weight_follow_it_and_do_not_keep_it() -> None:
     del weight, whole, found
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.skipif(not integer_sums.qconv_is_exact(), reason="this CPU's convolution is not exact")
+def test_a_weight_is_arranged_for_the_sizes_it_meets_and_anew_when_it_changes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-128, 128, (32, 1, 1, 16), generator=generator, dtype=torch.int8)
+    pad, moves = torch.tensor([-128], dtype=torch.int8), ([1, 1], [0, 0], [1, 1], 1)
+
+    def kept() -> list[torch.Tensor]:
+        return list(integer_sums._prepacked[weight][1].values())
+
+    def run(samples: int) -> None:
+        x = torch.randint(0, 256, (samples, 16, 3, 3), generator=generator).to(torch.uint8)
+        expected = integer_sums.float64_sums(integer_sums.lowered(x), weight, pad, *moves, None)
+        assert torch.equal(integer_sums.qconv_sums(x, weight, pad, *moves), expected.float())
+
+    run(4)
+    run(2)
+    four, two = kept()
+    run(4)
+    assert [id(one) for one in kept()] == [id(two), id(four)], "both are still there, the last used last"
+    run(1)
+    assert [id(one) for one in kept()][:1] == [id(four)], "not for more than two sizes"
+    assert len(kept()) == 2
+    weight.neg_()
+    run(4)
+    assert len(kept()) == 1

@@ -78,7 +78,8 @@ def float64_sums(
 
 # --- oneDNN's convolution ---------------------------------------------------------------------------
 
-_prepacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (what it was arranged for, how oneDNN wants it)
+_prepacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (its version, {for what: as oneDNN wants it})
+_MOST_ARRANGED = 2  # for as many sizes of the input a weight is kept: of batches, and of the last one
 
 
 def qconv_sums(
@@ -94,25 +95,31 @@ def qconv_sums(
     scales, zeros = _ones_and_zeros(weight.shape[0])
     moves = (stride, padding, dilation, groups)
     return torch.ops.onednn.qconv2d_pointwise(
-        x, 1.0, zero, _arranged(weight, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
+        x, 1.0, zero, _arranged(weight, x, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
         [], "",
     )  # fmt: skip
 
 
 def _arranged(
-    weight: Tensor, zero: int, stride: list[int], padding: list[int], dilation: list[int], groups: int
+    weight: Tensor, x: Tensor, zero: int, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """`weight` as oneDNN wants it; kept until it changes."""
-    about = (
-        None if weight.is_inference() else weight._version, zero, *stride, *padding, *dilation, groups,
-        torch.get_num_threads(),
-    )  # fmt: skip
+    """`weight` as oneDNN wants it for inputs like x; kept until it changes.
+
+    Without the sizes of x it may be arranged so that some 1x1 convolutions take forty times as long.
+    """
+    version = None if weight.is_inference() else weight._version
     kept = _prepacked.get(weight)
-    if kept is not None and kept[0] == about and about[0] is not None:
-        return kept[1]
-    filters, scales = weight.permute(0, 3, 1, 2), _ones_and_zeros(weight.shape[0])[0]
-    arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, stride, padding, dilation, groups, None)
-    _prepacked[weight] = about, arranged
+    if kept is None or version is None or kept[0] != version:
+        kept = _prepacked[weight] = version, {}
+    about = (zero, *x.shape, *stride, *padding, *dilation, groups, torch.get_num_threads())
+    arranged = kept[1].pop(about, None)
+    if arranged is None:
+        filters, scales = weight.permute(0, 3, 1, 2), _ones_and_zeros(weight.shape[0])[0]
+        moves = (stride, padding, dilation, groups)
+        arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, *moves, list(x.shape))
+        if len(kept[1]) >= _MOST_ARRANGED:
+            kept[1].pop(next(iter(kept[1])), None)  # used the longest ago
+    kept[1][about] = arranged
     return arranged
 
 
