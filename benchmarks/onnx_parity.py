@@ -16,7 +16,6 @@ import argparse
 import importlib.metadata
 import json
 import platform
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from timing import command
 from torch import Tensor, nn
 
 from bitdial import (
@@ -132,7 +132,7 @@ def main() -> None:
                 print(f"{model:17} {label:7} {row['weight_bytes']:11,} of {row['file_bytes']:11,} bytes  "
                       f"ours {row['ours']} default {row['default']} exact {row['code_exact']}", flush=True)  # fmt: skip
     record = {
-        "command": f"python benchmarks/onnx_parity.py {' '.join(sys.argv[1:])}".strip(),
+        "command": command("onnx_parity"),
         "seed": options.seed,
         "bit_choices": list(BIT_CHOICES),
         "device": f"CPU, {torch.get_num_threads()} thread(s), {platform.machine()}",

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import command
 
 from bitdial import QuantConfig, Rule, build_model, candidates, measure_costs, prepare
 from bitdial.search.problem import Problem, build_problem, layer_losses
@@ -181,7 +182,7 @@ def main() -> None:
     rows.append({"instance": "alternatives", "search": "ilp", "plans": len(found), "seconds": round(seconds, 3)})
     print(f"alternatives         ilp        {seconds:8.2f} s  {len(found)} plans")
     record = {
-        "command": f"python benchmarks/search.py {' '.join(sys.argv[1:])}".strip(),
+        "command": command("search"),
         "seed": options.seed,
         "model": options.model,
         "layers": len(costs.layers),

@@ -115,7 +115,7 @@ def write_record(
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     record = {
-        "command": _command(script or name, sys.argv[1:]),
+        "command": command(script or name),
         "seed": options.seed,
         "rounds": options.rounds,
         "device": device,
@@ -126,8 +126,9 @@ def write_record(
     write_json(out, record)
 
 
-def _command(script: str, arguments: list[str]) -> str:
-    """What repeats the run; where its file went is left out."""
+def command(script: str) -> str:
+    """What repeats this run of `script`; where its file went is left out."""
+    arguments = sys.argv[1:]
     if "--out" in arguments:
         at = arguments.index("--out")
         arguments = arguments[:at] + arguments[at + 2 :]

@@ -29,7 +29,6 @@ import importlib.metadata
 import json
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from peers import GET_BREVITAS, brevitas_model, has_brevitas
+from timing import command
 from torch import Tensor, nn
 
 from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
@@ -392,14 +392,6 @@ def versions(gpu_half: bool) -> dict[str, str]:
     return found
 
 
-def command(arguments: list[str]) -> str:
-    """What repeats the run; where its file went is left out."""
-    if "--out" in arguments:
-        at = arguments.index("--out")
-        arguments = arguments[:at] + arguments[at + 2 :]
-    return " ".join(["python benchmarks/train_step.py", *arguments])
-
-
 def main() -> None:
     """Measure, print a table, write the results."""
     plain = [variant for variant in VARIANTS if variant != COMPILED]
@@ -420,7 +412,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)} is not measured here; choose among {', '.join(shapes)}")
     cpu = f"CPU, {torch.get_num_threads()} threads, {platform.machine()}"
     record: dict[str, Any] = {
-        "command": command(sys.argv[1:]),
+        "command": command("train_step"),
         "seed": options.seed,
         "rounds": options.rounds,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else cpu,

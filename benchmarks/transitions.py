@@ -20,12 +20,12 @@ import copy
 import json
 import platform
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import command
 from torch import nn
 
 from bitdial import (
@@ -123,7 +123,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.parent.mkdir(exist_ok=True)
     record: dict[str, Any] = {
-        "command": f"python benchmarks/transitions.py {' '.join(sys.argv[1:])}".strip(),
+        "command": command("transitions"),
         "model": f"mobilenet_v2, width_mult {options.width}",
         "bit_choices": list(BIT_CHOICES),
         "device": f"CPU, {torch.get_num_threads()} thread(s), {platform.machine()}",

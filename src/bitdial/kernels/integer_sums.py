@@ -169,7 +169,7 @@ def doubled_qconv_sums(
     outputs, rows, columns, _ = parts[0][1].shape
     ones = _all_ones((groups, rows, columns, x.shape[1] // groups), int(pad[0]), *map(tuple, moves[:3]))
     totals = qconv_sums(x, ones, pad, *moves)
-    if groups > 1:
+    if outputs > groups > 1:
         totals = totals.repeat_interleave(outputs // groups, dim=1)
     if len(parts) == 1:
         return qconv_sums(x, parts[0][1], pad, *moves).mul_(2).add_(totals)
