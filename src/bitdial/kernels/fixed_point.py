@@ -104,7 +104,7 @@ def _values(
     y = x.new_empty((samples, height, width, outputs))
     of_a_line = width * filters.shape[0]
     lines = max(1, min(height, CHUNK_NUMBERS // of_a_line)) if x.device.type == "cpu" else height
-    together = max(1, CHUNK_NUMBERS // (height * of_a_line)) if x.device.type == "cpu" else samples
+    together = max(1, CHUNK_NUMBERS // (height * of_a_line) if x.device.type == "cpu" else samples)
     for sample in range(0, samples, together):
         some = slice(sample, sample + together)
         for first in range(0, height, lines):

@@ -97,9 +97,11 @@ def _sums(  # type: ignore[no-untyped-def]
             x = tl.load(at, mask=(c < RUN)[None, :], other=0)
         w = _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
         sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-        if HALVES:
+        if HALVES and STEPS == 1:
+            sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
+        elif HALVES:
             totals = tl.dot(x, ones, totals, out_dtype=tl.int32)
-    if HALVES:
+    if HALVES and STEPS > 1:
         sums = 2 * sums + tl.max(totals, axis=1)[:, None]
     return sums
 
