@@ -199,6 +199,15 @@ def test_every_width_and_kind(name: str, bits: int, kind: str, halves: bool) -> 
 
 
 @pytest.mark.parametrize("halves", [None, False, True])
+@pytest.mark.parametrize("channels", [16, 32, 128])
+def test_layers_of_one_step(channels: int, halves: bool | None) -> None:
+    """Many pixels and one product for each: the assembler once forgot an operand of it, with 32 channels."""
+    images = 256 if DEVICE == "cuda" else 2  # the interpreter is slow
+    geometry = (images, channels, 16, 16, 64, (1, 1), (2, 2), (0, 0), (1, 1), 1)
+    check(make_case(geometry, FINISHES["bias, codes"], kind="unsigned", bits=8, halves=halves))
+
+
+@pytest.mark.parametrize("halves", [None, False, True])
 def test_the_largest_sums_are_exact(halves: bool | None) -> None:
     geometry = (1, integer.MOST_TERMS, 1, 1, 3, (1, 1), (1, 1), (0, 0), (1, 1), 1)
     check(make_case(geometry, {}, kind="unsigned", bits=8, halves=halves, extreme=True))

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 POINTERS = {torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32", torch.float64: "*fp64"}
-OF_A_QUOTIENT = 4  # multiply-adds that a correctly rounded quotient takes: see `_ratio`
+OF_A_QUOTIENT = 2  # multiply-adds that a quotient to round takes
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton_quantize import _clip, _quotient
+from bitdial.kernels.triton_quantize import FUSES
 
 FINISH_BLOCK = 1024
 # Adding 1.5 * 2^23 rounds a float32 below 2^22 to the nearest integer, ties to even, and leaves it in the low bits.
@@ -32,21 +32,48 @@ class Finish(NamedTuple):
 
 
 @triton.jit
-def _code(y, quantizer_ptr, RELU: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The stored int8 code of y, behind a ReLU up to LIMIT if there is one.
+def _quantizer(quantizer_ptr, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What `_code` needs of a quantizer: to be read before anything is stored, and divided once.
 
-    The bounds of y are those of the codes times the scale: what lies beyond has the outermost code, and the quotient of
-    a bound rounds to it. The ReLU is a bound too.
+    The lower bound of y is that of the codes times the scale: what lies below has the lowest code, and the quotient of
+    the bound rounds to it. A ReLU is a bound too. The upper bound is that of the stored integers.
     """
-    scale, zero = tl.load(quantizer_ptr), tl.load(quantizer_ptr + 1)
-    low, high = (tl.load(quantizer_ptr + 2) - zero) * scale, (tl.load(quantizer_ptr + 3) - zero) * scale
+    scale, zero, offset = tl.load(quantizer_ptr), tl.load(quantizer_ptr + 1), tl.load(quantizer_ptr + 4)
+    low, most = (tl.load(quantizer_ptr + 2) - zero) * scale, (tl.load(quantizer_ptr + 3) - offset).to(tl.int32)
     if RELU:
         low = tl.maximum(low, 0.0)
+    return scale, tl.div_rn(1.0, scale), low, most, (zero - offset).to(tl.int32) - ROUNDS_BITS
+
+
+@triton.jit
+def _quotient_to_round(x, scale, inverse):  # type: ignore[no-untyped-def]
+    """A float32 that rounds to the integer to which x / scale, itself rounded as IEEE has it, does; up to 255 of them.
+
+    One correction where `_quotient` has two. What it adds is wrong by at most 2^-22 of an ulp, so this is the IEEE
+    quotient unless x / scale lies that close to the middle of two floats; and the integer is the same unless one of the
+    two is some k + 1/2. For that, the low 16 bits of the scale's mantissa would have to be within 8 of 0: such scales
+    are few enough for a test to try them all, and none fails.
+    """
+    if FUSES:
+        ratio = x * inverse
+        return tl.fma(tl.fma(ratio, -scale, x), inverse, ratio)
+    else:
+        return tl.div_rn(tl.minimum(x, 256.0 * scale), scale)  # numpy would warn of an overflow
+
+
+@triton.jit
+def _code(y, quantizer, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The stored int8 code of y, behind a ReLU up to LIMIT if there is one, by what `_quantizer` read.
+
+    To add and to take the smaller is one instruction for integers. Of an infinite y the quotient is NaN, which on a GPU
+    is the largest integer.
+    """
+    scale, inverse, low, most, shift = quantizer
+    y = tl.maximum(y, low)
     if LIMIT is not None:
-        high = tl.minimum(high, LIMIT)
-    rounded = _quotient(_clip(y, low, high), scale) + ROUNDS
-    shift = (zero - tl.load(quantizer_ptr + 4)).to(tl.int32) - ROUNDS_BITS
-    return (rounded.to(tl.int32, bitcast=True) + shift).to(tl.int8)
+        y = tl.minimum(y, LIMIT)
+    rounded = _quotient_to_round(y, scale, inverse) + ROUNDS
+    return tl.minimum(rounded.to(tl.int32, bitcast=True) + shift, most).to(tl.int8)
 
 
 @triton.jit
@@ -57,8 +84,8 @@ def _finish_tile(  # type: ignore[no-untyped-def]
     live,
     norm_ptr,
     other_ptr,
-    first_ptr,
-    second_ptr,
+    first,
+    second,
     value_ptr,
     codes_ptr,
     more_ptr,
@@ -80,10 +107,10 @@ def _finish_tile(  # type: ignore[no-untyped-def]
         if LIMIT is not None:
             value = tl.minimum(value, LIMIT)
         tl.store(value_ptr + at, value, mask=live)
-    if first_ptr is not None:
-        tl.store(codes_ptr + at, _code(y, first_ptr, CAP, LIMIT), mask=live)
-    if second_ptr is not None:
-        tl.store(more_ptr + at, _code(y, second_ptr, CAP, LIMIT), mask=live)
+    if first is not None:
+        tl.store(codes_ptr + at, _code(y, first, LIMIT), mask=live)
+    if second is not None:
+        tl.store(more_ptr + at, _code(y, second, LIMIT), mask=live)
 
 
 @triton.jit
@@ -104,10 +131,10 @@ def _finish(  # type: ignore[no-untyped-def]
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
+    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
+    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
     y = tl.load(x_ptr + at, mask=live, other=0.0)
-    _finish_tile(
-        y, at, at % K, live, norm_ptr, other_ptr, first_ptr, second_ptr, value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT
-    )
+    _finish_tile(y, at, at % K, live, norm_ptr, other_ptr, first, second, value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT)
 
 
 def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.integer_tiles import Geometry, Tiles
-from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
+from bitdial.kernels.triton_finish import Finish, _finish_tile, _quantizer, ending, finish_operands, outputs_for
 
 
 @triton.jit
@@ -74,9 +74,11 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
     used = channel < K
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
+    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
+    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
     _finish_tile(
-        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first_ptr, second_ptr,
-        value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT,
+        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first, second, value_ptr,
+        codes_ptr, more_ptr, K, CAP, LIMIT,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from bitdial.kernels.integer_sums import PAD_CODES
 from bitdial.kernels.integer_tiles import FEW_CHANNELS as FEW
 from bitdial.kernels.integer_tiles import Geometry, Tiles, default_depthwise_tiles, default_tiles
-from bitdial.kernels.triton_finish import Finish, _finish_tile, ending, finish_operands, outputs_for
+from bitdial.kernels.triton_finish import Finish, _finish_tile, _quantizer, ending, finish_operands, outputs_for
 
 FEW_CHANNELS = tl.constexpr(FEW)
 PAD_LINE = tl.constexpr(128)  # bytes that one pixel's padding is read from; as many channels are in a tile at most
@@ -46,7 +46,8 @@ def _halves(tile):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sums(  # type: ignore[no-untyped-def]
+def _operands(  # type: ignore[no-untyped-def]
+    step,
     x_ptr,
     w_ptr,
     pad_ptr,
@@ -64,46 +65,32 @@ def _sums(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
     TAPS: tl.constexpr,
-    STEPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    HALVES: tl.constexpr,
 ):
-    """Sums (pixels, output channels) over the windows, whose corners lie at `window`; of 2 * w + 1 if HALVES.
+    """What one step multiplies: codes (pixels, BLOCK_C) of the windows that begin at `window`, and weights.
 
     `outside` is where in `pad` a pixel finds what lies outside the image.
     """
     CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
     EVEN: tl.constexpr = RUN % BLOCK_C == 0
-    sums = tl.zeros((window.shape[0], filter_at.shape[0]), dtype=tl.int32)
-    ones = tl.full((BLOCK_C, 16), 1, tl.int8)
-    totals = tl.zeros((window.shape[0], 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
-    for step in range(STEPS):
-        tap = step // CHUNKS
-        c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
-        down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
-        at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
-        if PADDED:
-            row, column = top + down, left + along
-            inside = ((row >= 0) & (row < H))[:, None]
-            if ROWS:
-                places = (column * C)[:, None] + c[None, :]
-                inside = inside & (places >= 0) & (places < W * C)
-            else:
-                inside = inside & ((column >= 0) & (column < W))[:, None]
-            at = tl.where(inside, at, pad_ptr + outside[:, None] + tl.arange(0, BLOCK_C)[None, :])
-        if EVEN:
-            x = tl.load(at)
+    tap = step // CHUNKS
+    c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
+    at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
+    if PADDED:
+        row, column = top + down, left + along
+        inside = ((row >= 0) & (row < H))[:, None]
+        if ROWS:
+            places = (column * C)[:, None] + c[None, :]
+            inside = inside & (places >= 0) & (places < W * C)
         else:
-            x = tl.load(at, mask=(c < RUN)[None, :], other=0)
-        w = _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
-        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-        if HALVES and STEPS == 1:
-            sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
-        elif HALVES:
-            totals = tl.dot(x, ones, totals, out_dtype=tl.int32)
-    if HALVES and STEPS > 1:
-        sums = 2 * sums + tl.max(totals, axis=1)[:, None]
-    return sums
+            inside = inside & ((column >= 0) & (column < W))[:, None]
+        at = tl.where(inside, at, pad_ptr + outside[:, None] + tl.arange(0, BLOCK_C)[None, :])
+    if EVEN:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=(c < RUN)[None, :], other=0)
+    return x, _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
 
 
 @triton.jit
@@ -114,6 +101,8 @@ def _finish_sums(  # type: ignore[no-untyped-def]
     group,
     start,
     ends,
+    first,
+    second,
     outs,
     K: tl.constexpr,
     KG: tl.constexpr,
@@ -121,7 +110,7 @@ def _finish_sums(  # type: ignore[no-untyped-def]
     LIMIT: tl.constexpr,
 ):
     """What follows the sums of the pixels p and of the group's output channels from `start` on."""
-    correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr = ends
+    correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr = ends
     value_ptr, codes_ptr, more_ptr = outs
     k = start + tl.arange(0, sums.shape[1])[None, :]
     channel = group * KG + k
@@ -131,7 +120,7 @@ def _finish_sums(  # type: ignore[no-untyped-def]
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
     _finish_tile(
-        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first_ptr, second_ptr,
+        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first, second,
         value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT,
     )  # fmt: skip
 
@@ -198,18 +187,32 @@ def _convolve(  # type: ignore[no-untyped-def]
     # Neighbours along a row and along a column of the image get different lines: their distance is odd.
     tl.static_assert(BLOCK_C <= PAD_LINE)
     outside = (q + q // OW * (1 + OW % 2)) % PAD_LINES * PAD_LINE
-    if (0 if halves_ptr is None else tl.load(halves_ptr)) != 0:
-        sums = _sums(
-            x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS,
-            RUN, TAPS, R * TAPS * CHUNKS, BLOCK_C, True,
-        )  # fmt: skip
+    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
+    STEPS: tl.constexpr = R * TAPS * CHUNKS
+    places = (x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at)
+    sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
+    if STEPS == 1:
+        # One product, before the branch: with the same one in both, ptxas 12.8 forgot half of its operands in one.
+        x, w = _operands(0, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
+        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+        if halves != 0:
+            sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
+    elif halves != 0:  # the sums of 2 * w + 1
+        ones = tl.full((BLOCK_C, 16), 1, tl.int8)
+        totals = tl.zeros((BLOCK_P, 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
+        for step in range(STEPS):
+            x, w = _operands(step, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
+            sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+            totals = tl.dot(x, ones, totals, out_dtype=tl.int32)
+        sums = 2 * sums + tl.max(totals, axis=1)[:, None]
     else:
-        sums = _sums(
-            x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS,
-            RUN, TAPS, R * TAPS * CHUNKS, BLOCK_C, False,
-        )  # fmt: skip
+        for step in range(STEPS):
+            x, w = _operands(step, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
+            sums = tl.dot(x, w, sums, out_dtype=tl.int32)
     # The rest goes slice by slice, so that its operands need not all be in registers at once.
-    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
+    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
+    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
+    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr)
     outs = (value_ptr, codes_ptr, more_ptr)
     start = tl.program_id(0) % ACROSS * BLOCK_K
     QUARTER: tl.constexpr = BLOCK_K // 4
@@ -217,16 +220,16 @@ def _convolve(  # type: ignore[no-untyped-def]
         left_half, right_half = _halves(sums)
         one, two = _halves(left_half)
         three, four = _halves(right_half)
-        _finish_sums(one, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
-        _finish_sums(two, p, live, group, start + QUARTER, ends, outs, K, KG, CAP, LIMIT)
-        _finish_sums(three, p, live, group, start + 2 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
-        _finish_sums(four, p, live, group, start + 3 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(one, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
+        _finish_sums(two, p, live, group, start + QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
+        _finish_sums(three, p, live, group, start + 2 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
+        _finish_sums(four, p, live, group, start + 3 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
     elif SLICES == 2:
         one, two = _halves(sums)
-        _finish_sums(one, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
-        _finish_sums(two, p, live, group, start + 2 * QUARTER, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(one, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
+        _finish_sums(two, p, live, group, start + 2 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
     else:
-        _finish_sums(sums, p, live, group, start, ends, outs, K, KG, CAP, LIMIT)
+        _finish_sums(sums, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
 
 
 @triton.jit
@@ -283,9 +286,11 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             x = tl.load(x_ptr + at, mask=live & inside[:, None], other=pad).to(tl.int32)
             w = _weights(w_ptr, c * (R * S) + (r * S + s), c < C, False).to(tl.int32)
             sums += x * (w * (1 + halves) + halves)[None, :]  # w or 2 * w + 1
-    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr)
+    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
+    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
+    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr)
     start = tl.program_id(1) * BLOCK_C
-    _finish_sums(sums, p, p < pixels, 0, start, ends, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
+    _finish_sums(sums, p, p < pixels, 0, start, ends, first, second, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
 
 
 def convolve(
