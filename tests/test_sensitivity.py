@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitdial
 from bitdial import BitPlan, QuantConfig, Sensitivity, batched, hessian_trace, prepare, set_bits
@@ -44,6 +45,34 @@ class Net(nn.Module):
         x = torch.relu(self.stem_norm(self.stem(x)))
         x = torch.relu(self.norm(self.conv(x)))
         return self.head(torch.relu(self.linear(self.drop(x.flatten(1)))))
+
+
+class Grouped(nn.Module):
+    """Grouped, depthwise and multiplying convolutions in every geometry, the last of them kept in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.grouped = nn.Conv2d(4, 6, (3, 1), padding="same", dilation=(2, 1), groups=2)
+        self.depthwise = nn.Conv2d(6, 6, 3, stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=6, bias=False)
+        self.multiplied = nn.Conv2d(6, 12, (1, 3), padding=(0, 1), padding_mode="circular", groups=6)
+        self.head = nn.Conv2d(12, 4, (2, 4), padding="valid", groups=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.depthwise(torch.tanh(self.grouped(torch.tanh(self.stem(x))))))
+        return self.head(torch.tanh(self.multiplied(x))).flatten(1)
+
+
+GROUPED_LAYERS = ["grouped", "depthwise", "multiplied"]
+
+
+def make_grouped() -> nn.Module:
+    """In float64, with a loss that bends enough for traces that stand out of their error."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(2)
+        net = Grouped().double()
+        net.head.weight.mul_(3)
+    return net
 
 
 def make_net(seed: int = 0) -> nn.Module:
@@ -104,6 +133,17 @@ def test_traces_equal_those_of_the_full_hessian_within_their_error() -> None:
         assert entry.error < 0.1 * abs(float(hessian.trace())), "or the next line says little"
         assert entry.trace == pytest.approx(float(hessian.trace()), abs=4 * error)
         assert entry.normalized == entry.trace / entry.parameters
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_traces_of_grouped_convolutions_equal_those_of_the_full_hessian(prepared: bool) -> None:
+    net, (x, y) = make_grouped(), make_data()
+    names = [*GROUPED_LAYERS, "head"]
+    found = quiet(prepare(net, QuantConfig(), x) if prepared else net, [(x, y)], layers=names, most_samples=400)
+    for name, entry in found.layers.items():
+        exact = float(full_hessian(net, name, x, y).trace())
+        assert entry.error <= 0.1 * abs(entry.trace)
+        assert entry.trace == pytest.approx(exact, abs=4 * entry.error)
 
 
 def test_over_seeds_the_estimates_are_unbiased_and_their_errors_honest() -> None:
@@ -184,12 +224,45 @@ def test_a_negative_trace_is_kept() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_gives_the_same() -> None:
-    net, (x, y) = make_net(), make_data()
-    here = quiet(net, batched(x, y, 4), layers=LAYERS, most_samples=20)
-    there = quiet(net.cuda(), batched(x.cuda(), y.cuda(), 4), layers=LAYERS, most_samples=20)
-    for name in LAYERS:
+@pytest.mark.parametrize("make, layers", [(make_net, LAYERS), (make_grouped, GROUPED_LAYERS)])
+def test_a_gpu_gives_the_same(make: Callable[[], nn.Module], layers: list[str]) -> None:
+    net, (x, y) = make(), make_data()
+    here = quiet(net, batched(x, y, 4), layers=layers, most_samples=20)
+    there = quiet(net.cuda(), batched(x.cuda(), y.cuda(), 4), layers=layers, most_samples=20)
+    for name in layers:
         assert there.layers[name].trace == pytest.approx(here.layers[name].trace, rel=1e-9)
+
+
+# --- what it costs ------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_calls(groups: int) -> int:
+    """Of a trace that passes a grouped convolution of its own and one kept in float."""
+    first, second = (nn.Conv2d(32, 32, 3, padding=1, groups=groups) for _ in range(2))
+    net = nn.Sequential(nn.Conv2d(1, 32, 1), nn.Tanh(), first, nn.Tanh(), second, nn.Flatten(), nn.Linear(512, 4))
+    x, y = make_data()
+    with Calls() as calls:
+        quiet(net, [(x.float(), y)], layers=["0", "2"], most_samples=2)
+    return calls.count
+
+
+def test_more_groups_do_not_take_more_operators() -> None:
+    few = count_calls(2)
+    assert few > 100, "or nothing was counted"
+    assert count_calls(8) == few
+    assert count_calls(32) == few
 
 
 # --- when it stops ------------------------------------------------------------------------------------

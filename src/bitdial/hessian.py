@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from bitdial.errors import ConfigError
+from bitdial.grouped_conv import GroupsAtOnce
 from bitdial.nn import PackedLayer, QuantLayer
 from bitdial.nn.layers import conv_arguments
 from bitdial.observe import Batch, call, classes_of, find_odd_label, ignored_label, label_problem, pairs
@@ -144,7 +145,8 @@ class _Data:
         count = len(next(iter(vectors.values())))
         totals = {name: torch.zeros(count, dtype=w.dtype, device=w.device) for name, w in weights.items()}
         for number, (inputs, targets) in enumerate(self.batches):
-            loss = self._checked_loss(view, number, inputs, targets)
+            with GroupsAtOnce():
+                loss = self._checked_loss(view, number, inputs, targets)
             gradients = _differentiate(
                 loss, list(weights.values()), None, f"batch {number}: the loss cannot be differentiated"
             )
