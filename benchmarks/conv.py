@@ -169,8 +169,7 @@ def candidates(work: Work) -> Iterator[Tiles]:
         if not 32 <= rows * width // (32 * warps) <= 128 or (rows == 64 and work.pixels > 100_000):
             continue
         if usual.stages * (rows + width) * usual.inputs <= 200 << 10:
-            for slices in sorted({1, max(1, width // 32)}):
-                yield Tiles(rows, usual.inputs, width, warps, usual.stages, slices)
+            yield Tiles(rows, usual.inputs, width, warps, usual.stages)
 
 
 def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -278,7 +277,7 @@ def main() -> None:
     parser.add_argument("--linear", nargs=3, type=int, metavar=("M", "N", "K"), action="append", default=[])
     parser.add_argument("--compile", action="store_true", help="measure bf16 under torch.compile too")
     parser.add_argument("--sweep", action="store_true", help="measure many tilings of each layer instead")
-    parser.add_argument("--tiles", nargs=6, type=int, metavar=tuple(name.upper() for name in Tiles._fields))
+    parser.add_argument("--tiles", nargs=5, type=int, metavar=tuple(name.upper() for name in Tiles._fields))
     parser.add_argument("--compile-ahead", type=int, default=0, help="processes that compile before measuring")
     parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -26,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GEOMETRIES = {  # images, channels, height, width, output channels, filter, stride, padding, dilation, groups
     "3x3": (2, 16, 7, 6, 20, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     "one tile and a bit": (1, 64, 9, 9, 130, (1, 1), (1, 1), (0, 0), (1, 1), 1),
-    "a tile of two slices": (1, 40, 4, 4, 61, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "outputs that fill no tile": (1, 40, 4, 4, 61, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     "3 channels": (1, 3, 9, 8, 5, (7, 7), (2, 2), (3, 3), (1, 1), 1),
     "odd everything": (1, 37, 5, 6, 33, (3, 2), (2, 1), (1, 2), (1, 2), 1),
     "1x1 with stride": (3, 32, 5, 5, 16, (1, 1), (2, 2), (0, 0), (1, 1), 1),
@@ -205,6 +205,17 @@ def test_layers_of_one_step(channels: int, halves: bool | None) -> None:
     images = 256 if DEVICE == "cuda" else 2  # the interpreter is slow
     geometry = (images, channels, 16, 16, 64, (1, 1), (2, 2), (0, 0), (1, 1), 1)
     check(make_case(geometry, FINISHES["bias, codes"], kind="unsigned", bits=8, halves=halves))
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.parametrize("programs", [1, 3, 7])
+@pytest.mark.parametrize("finish", ["bias, codes", "all"])
+def test_a_program_takes_tile_after_tile(finish: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitdial.kernels import triton_integer
+
+    monkeypatch.setattr(triton_integer, "PROGRAMS", programs)
+    geometry = (3, 40, 12, 11, 70, (1, 1), (1, 1), (0, 0), (1, 1), 1)  # 7 tiles of pixels, 2 of outputs
+    check(make_case(geometry, FINISHES[finish], kind="unsigned", bits=8, halves=finish == "all"))
 
 
 @pytest.mark.parametrize("halves", [None, False, True])

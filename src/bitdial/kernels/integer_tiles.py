@@ -1,7 +1,9 @@
 """Sizes of a convolution on integer codes, and how its kernel cuts the work; no Triton.
 
-The tiles are chosen by counting what a tile costs a multiprocessor of an H200, in clocks: bringing in its operands,
-multiplying them, and what follows each sum. `python benchmarks/conv.py --sweep` measures.
+The tiles are chosen by an estimate of what they take on an H200, in clocks: bringing in the operands, multiplying them,
+what follows each sum, and waiting. Its numbers are those that best explain what `python benchmarks/conv.py --sweep`
+measured of ResNet50's layers at batch 32: for all but two it chooses the best of four kinds of tiles, for these one
+that takes 1 % longer.
 """
 
 from typing import NamedTuple
@@ -11,12 +13,17 @@ from torch import Tensor
 FEW_CHANNELS = 16  # below, 16 bytes hold several pixels
 
 PROCESSORS = 132
-FEED = 64  # bytes a clock that one multiprocessor takes in
-ALL_FEED = 5500  # and all of them together, from the second-level cache
+SHARED_BYTES, REGISTERS = 227 << 10, 65536  # of each
+PROGRAMS = 4 * PROCESSORS  # that share the pixels of a layer of one step
+
 PRODUCTS = 4096  # of int8 a clock
-END = 22 / 128  # clocks that follow each sum: 22 instructions for 32 of them, four such at a time
-BEGIN, BEGIN_BESIDE = 1500, 500  # clocks until a program multiplies: alone, or while another is at work
-BESIDE = 128 * 128  # the most sums a program may have for two to fit
+FEED = 66  # bytes of operands a clock; where a window may reach over the edge, codes cost 1.7 times as much
+OVER_THE_EDGE = 1.7
+END = 0.32  # clocks that follow each sum
+BEGIN, WAIT = 5000, 75  # clocks in which a program waits: in all, and in each step
+HIDDEN = 0.92  # the share of the shorter of waiting and working that the longer one hides
+
+TILES = ((128, 64), (64, 128), (64, 64), (128, 128))  # pixels, output channels; four warps each
 
 
 class Geometry(NamedTuple):
@@ -61,14 +68,13 @@ class Geometry(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work: pixels, input and output channels; warps, pipeline stages, slices of what follows."""
+    """How a kernel cuts its work: pixels, input and output channels; warps and pipeline stages."""
 
     pixels: int
     inputs: int
     outputs: int
     warps: int
     stages: int
-    slices: int = 1
 
 
 def run_of(geometry: Geometry) -> int:
@@ -84,27 +90,44 @@ def _taps_are_rows(geometry: Geometry) -> bool:
     return _group_channels(geometry) < FEW_CHANNELS and geometry.groups == 1 and geometry.dilation[1] == 1
 
 
-def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
-    """Tiles of a convolution of so many output pixels: those that should take the fewest clocks."""
+def steps_of(geometry: Geometry, inputs: int) -> int:
+    """How many products of `inputs` channels a filter is."""
+    taps = geometry.rows * (1 if _taps_are_rows(geometry) else geometry.columns)
+    return taps * -(-run_of(geometry) // inputs)
+
+
+def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False) -> Tiles:
+    """Tiles of a convolution of so many output pixels: those that should take the fewest clocks.
+
+    `heavy`: values are added to the sums or kept, which takes too many registers for the largest tiles.
+    """
     inputs = power_of_2(run_of(geometry), 32, 128)
     widest = power_of_2(geometry.out_channels // geometry.groups, 16, 128)
-    choices = [(rows, outputs) for rows in (64, 128, 256) for outputs in (32, 64, 128) if outputs <= widest]
-    choices = choices or [(128, widest)]
-    rows, outputs = min(choices, key=lambda choice: _clocks(geometry, pixels, choice[0], choice[1], inputs))
-    warps = 8 if rows * outputs > 8192 else 4
-    return Tiles(rows, inputs, outputs, warps, 4 if inputs < 128 else 3, min(4, max(1, outputs // 32)))
+    if steps_of(geometry, inputs) == 1:
+        return Tiles(64, inputs, min(widest, 64), 4, 3)
+    choices = [tile for tile in TILES if tile[1] <= widest and not (heavy and tile == (128, 128))]
+    choices = choices or [(128, widest), (64, widest)]
+    rows, outputs = min(choices, key=lambda tile: _clocks(geometry, pixels, tile[0], tile[1], inputs))
+    return Tiles(rows, inputs, outputs, 4, 4 if inputs < 128 else 3)
 
 
 def _clocks(geometry: Geometry, pixels: int, rows: int, outputs: int, inputs: int) -> float:
-    """An estimate of how long the convolution takes in such tiles."""
+    """An estimate of how long the convolution takes in such tiles, of four warps.
+
+    A multiprocessor has several programs at work at a time, as many as its memory and registers hold. They share its
+    units, so what they do adds up; they wait side by side.
+    """
     across = -(-geometry.out_channels // geometry.groups // outputs)
-    programs = -(-pixels // rows) * across * geometry.groups
-    taps = geometry.rows * (1 if _taps_are_rows(geometry) else geometry.columns)
-    steps = taps * -(-run_of(geometry) // inputs)
-    feed = min(FEED, ALL_FEED / min(programs, PROCESSORS))
-    step = max(rows * outputs * inputs / PRODUCTS, (rows + outputs) * inputs / feed)
-    begin = BEGIN if rows * outputs > BESIDE else BEGIN_BESIDE
-    return -(-programs // PROCESSORS) * (begin + steps * step + rows * outputs * END)
+    programs = -(-(-(-pixels // rows) * across * geometry.groups) // PROCESSORS)
+    stages = 4 if inputs < 128 else 3
+    registers = rows * outputs // 96 + 16  # of a thread, about
+    together = min(SHARED_BYTES // (stages * (rows + outputs) * inputs), REGISTERS // (128 * registers))
+    edge = OVER_THE_EDGE if geometry.rows * geometry.columns > 1 else 1
+    step = max(rows * outputs * inputs / PRODUCTS, (rows * edge + outputs) * inputs / FEED)
+    steps = steps_of(geometry, inputs)
+    work = steps * step + rows * outputs * END
+    working, waiting = programs * work, -(-programs // together) * (BEGIN + steps * WAIT + work)
+    return max(working, waiting) + (1 - HIDDEN) * min(working, waiting)
 
 
 def default_depthwise_tiles(geometry: Geometry) -> Tiles:

@@ -80,24 +80,26 @@ def _code(y, quantizer, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
 def _finish_tile(  # type: ignore[no-untyped-def]
     y,
     at,
-    channel,
     live,
     norm_ptr,
+    multiplier,
+    offset,
     other_ptr,
     first,
     second,
     value_ptr,
     codes_ptr,
     more_ptr,
-    K: tl.constexpr,
     CAP: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Norm, addition, ReLU and quantizers of the tile y, which lies at `at`; what is None is left out."""
+    """Norm, addition, ReLU and quantizers of the tile y, which lies at `at`; what is None is left out.
+
+    A norm's numbers have been read: `multiplier` and `offset`.
+    """
     if norm_ptr is not None:
-        used = channel < K
-        y = y * tl.load(norm_ptr + channel, mask=used, other=0.0)
-        y = y + tl.load(norm_ptr + K + channel, mask=used, other=0.0)
+        y = y * multiplier
+        y = y + offset
     if other_ptr is not None:
         y = y + tl.load(other_ptr + at, mask=live, other=0.0)
     if value_ptr is not None:
@@ -134,7 +136,12 @@ def _finish(  # type: ignore[no-untyped-def]
     first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
     second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
     y = tl.load(x_ptr + at, mask=live, other=0.0)
-    _finish_tile(y, at, at % K, live, norm_ptr, other_ptr, first, second, value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT)
+    multiplier, offset = y, y
+    if norm_ptr is not None:
+        multiplier, offset = tl.load(norm_ptr + at % K), tl.load(norm_ptr + K + at % K)
+    _finish_tile(
+        y, at, live, norm_ptr, multiplier, offset, other_ptr, first, second, value_ptr, codes_ptr, more_ptr, CAP, LIMIT
+    )
 
 
 def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -76,9 +76,13 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
         y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
     first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
     second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
+    multiplier, offset = y, y
+    if norm_ptr is not None:
+        multiplier = tl.load(norm_ptr + channel, mask=used, other=0.0)
+        offset = tl.load(norm_ptr + K + channel, mask=used, other=0.0)
     _finish_tile(
-        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first, second, value_ptr,
-        codes_ptr, more_ptr, K, CAP, LIMIT,
+        y, p[:, None] * K + channel, live[:, None] & used, norm_ptr, multiplier, offset, other_ptr, first, second,
+        value_ptr, codes_ptr, more_ptr, CAP, LIMIT,
     )  # fmt: skip
 
 

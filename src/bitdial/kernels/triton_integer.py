@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bitdial.kernels.integer_sums import PAD_CODES
 from bitdial.kernels.integer_tiles import FEW_CHANNELS as FEW
-from bitdial.kernels.integer_tiles import Geometry, Tiles, default_depthwise_tiles, default_tiles
+from bitdial.kernels.integer_tiles import PROGRAMS, Geometry, Tiles, default_depthwise_tiles, default_tiles, steps_of
 from bitdial.kernels.triton_finish import Finish, _finish_tile, _quantizer, ending, finish_operands, outputs_for
 
 FEW_CHANNELS = tl.constexpr(FEW)
@@ -31,31 +31,36 @@ PAD_LINES = tl.constexpr(PAD_CODES // 128)
 
 
 @triton.jit
-def _weights(w_ptr, at, used, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of int8 weights; the one place that knows how they are stored."""
-    if EVEN:
-        return tl.load(w_ptr + at)
-    else:
-        return tl.load(w_ptr + at, mask=used, other=0)
+def _windows(  # type: ignore[no-untyped-def]
+    p,
+    pixels,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+):
+    """Where the windows of the output pixels p have their corners: in memory, in the image; and where they find zeros.
+
+    The last is a place in `pad`. Neighbours along a row and along a column get different lines: their distance is odd.
+    """
+    q = tl.where(p < pixels, p, 0)  # rows that nobody stores compute something that may be read
+    top = q // OW % OH * STRIDE_H - PAD_H
+    left = q % OW * STRIDE_W - PAD_W
+    window = ((q // (OH * OW) * H + top) * W + left) * C
+    return window, top, left, (q + q // OW * (1 + OW % 2)) % PAD_LINES * PAD_LINE
 
 
 @triton.jit
-def _halves(tile):  # type: ignore[no-untyped-def]
-    """The left and the right half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def _operands(  # type: ignore[no-untyped-def]
+def _codes(  # type: ignore[no-untyped-def]
     step,
     x_ptr,
-    w_ptr,
     pad_ptr,
-    window,
-    top,
-    left,
-    outside,
-    filter_at,
+    windows,
     H: tl.constexpr,
     W: tl.constexpr,
     C: tl.constexpr,
@@ -67,15 +72,11 @@ def _operands(  # type: ignore[no-untyped-def]
     TAPS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """What one step multiplies: codes (pixels, BLOCK_C) of the windows that begin at `window`, and weights.
-
-    `outside` is where in `pad` a pixel finds what lies outside the image.
-    """
+    """The codes (pixels, BLOCK_C) that one step multiplies."""
     CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
-    EVEN: tl.constexpr = RUN % BLOCK_C == 0
-    tap = step // CHUNKS
+    window, top, left, outside = windows
     c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
-    down, along = tap // TAPS * DILATION_H, tap % TAPS * DILATION_W
+    down, along = step // CHUNKS // TAPS * DILATION_H, step // CHUNKS % TAPS * DILATION_W
     at = x_ptr + (window + (down * W + along) * C)[:, None] + c[None, :]
     if PADDED:
         row, column = top + down, left + along
@@ -86,42 +87,65 @@ def _operands(  # type: ignore[no-untyped-def]
         else:
             inside = inside & ((column >= 0) & (column < W))[:, None]
         at = tl.where(inside, at, pad_ptr + outside[:, None] + tl.arange(0, BLOCK_C)[None, :])
-    if EVEN:
-        x = tl.load(at)
+    if RUN % BLOCK_C == 0:
+        return tl.load(at)
     else:
-        x = tl.load(at, mask=(c < RUN)[None, :], other=0)
-    return x, _weights(w_ptr, (filter_at + tap * RUN)[None, :] + c[:, None], (c < RUN)[:, None], EVEN)
+        return tl.load(at, mask=(c < RUN)[None, :], other=0)
+
+
+@triton.jit
+def _weights(step, filter_ptr, RUN: tl.constexpr, BLOCK_C: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The int8 weights (BLOCK_C, output channels) that one step multiplies, of filters that begin at `filter_ptr`."""
+    CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
+    c = step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    at = (filter_ptr + step // CHUNKS * RUN)[None, :] + c[:, None]
+    if RUN % BLOCK_C == 0:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(c < RUN)[:, None], other=0)
+
+
+@triton.jit
+def _channel_numbers(lines, channel, used, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Correction, factor, bias and norm of the channels (1, channels); of what is None, the factor once more."""
+    correction_ptr, factor_ptr, bias_ptr, norm_ptr = lines
+    factor = tl.load(factor_ptr + channel, mask=used, other=0.0)
+    bias, multiplier, offset = factor, factor, factor
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channel, mask=used, other=0.0)
+    if norm_ptr is not None:
+        multiplier = tl.load(norm_ptr + channel, mask=used, other=0.0)
+        offset = tl.load(norm_ptr + K + channel, mask=used, other=0.0)
+    return tl.load(correction_ptr + channel, mask=used, other=0), factor, bias, multiplier, offset
 
 
 @triton.jit
 def _finish_sums(  # type: ignore[no-untyped-def]
     sums,
     p,
-    live,
-    group,
-    start,
-    ends,
+    pixels,
+    channel,
+    used,
+    lines,
+    numbers,
+    other_ptr,
     first,
     second,
     outs,
     K: tl.constexpr,
-    KG: tl.constexpr,
     CAP: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """What follows the sums of the pixels p and of the group's output channels from `start` on."""
-    correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr = ends
+    """What follows the sums (pixels, channels) of the output pixels p, by the `numbers` that `lines` gave."""
+    _, _, bias_ptr, norm_ptr = lines
+    correction, factor, bias, multiplier, offset = numbers
     value_ptr, codes_ptr, more_ptr = outs
-    k = start + tl.arange(0, sums.shape[1])[None, :]
-    channel = group * KG + k
-    used = k < KG
-    sums += tl.load(correction_ptr + channel, mask=used, other=0)
-    y = sums.to(tl.float32) * tl.load(factor_ptr + channel, mask=used, other=0.0)
+    y = (sums + correction).to(tl.float32) * factor
     if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
+        y = y + bias
     _finish_tile(
-        y, p[:, None] * K + channel, channel, live[:, None] & used, norm_ptr, other_ptr, first, second,
-        value_ptr, codes_ptr, more_ptr, K, CAP, LIMIT,
+        y, p[:, None] * K + channel, (p < pixels)[:, None] & used, norm_ptr, multiplier, offset, other_ptr, first,
+        second, value_ptr, codes_ptr, more_ptr, CAP, LIMIT,
     )  # fmt: skip
 
 
@@ -162,7 +186,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     CG: tl.constexpr = C // GROUPS
     KG: tl.constexpr = K // GROUPS
@@ -170,66 +194,62 @@ def _convolve(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr = CG < FEW_CHANNELS and GROUPS == 1 and DILATION_W == 1
     RUN: tl.constexpr = S * CG if ROWS else CG
     TAPS: tl.constexpr = 1 if ROWS else S
-    CHUNKS: tl.constexpr = (RUN + BLOCK_C - 1) // BLOCK_C
+    STEPS: tl.constexpr = R * TAPS * ((RUN + BLOCK_C - 1) // BLOCK_C)
     ACROSS: tl.constexpr = (KG + BLOCK_K - 1) // BLOCK_K
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
+    tl.static_assert(BLOCK_C <= PAD_LINE)
     # Neighbours share the pixels and differ in the output channels: the pixels are the larger operand.
     group = tl.program_id(1)
-    p = tl.program_id(0) // ACROSS * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.program_id(0) % ACROSS * BLOCK_K + tl.arange(0, BLOCK_K)
-    live = p < pixels
-    q = tl.where(live, p, 0)  # rows that nobody stores compute something that may be read
-    filter_at = (group * KG + tl.where(k < KG, k, 0)) * (R * S * CG)
-    image = q // (OH * OW)
-    top = q // OW % OH * STRIDE_H - PAD_H
-    left = q % OW * STRIDE_W - PAD_W
-    window = ((image * H + top) * W + left) * C + group * CG  # where the filter's corner lies
-    # Neighbours along a row and along a column of the image get different lines: their distance is odd.
-    tl.static_assert(BLOCK_C <= PAD_LINE)
-    outside = (q + q // OW * (1 + OW % 2)) % PAD_LINES * PAD_LINE
-    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
-    STEPS: tl.constexpr = R * TAPS * CHUNKS
-    places = (x_ptr, w_ptr, pad_ptr, window, top, left, outside, filter_at)
-    sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
-    if STEPS == 1:
-        # One product, before the branch: with the same one in both, ptxas 12.8 forgot half of its operands in one.
-        x, w = _operands(0, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
-        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-        if halves != 0:
-            sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
-    elif halves != 0:  # the sums of 2 * w + 1
-        ones = tl.full((BLOCK_C, 16), 1, tl.int8)
-        totals = tl.zeros((BLOCK_P, 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
-        for step in range(STEPS):
-            x, w = _operands(step, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
-            sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-            totals = tl.dot(x, ones, totals, out_dtype=tl.int32)
-        sums = 2 * sums + tl.max(totals, axis=1)[:, None]
-    else:
-        for step in range(STEPS):
-            x, w = _operands(step, *places, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C)
-            sums = tl.dot(x, w, sums, out_dtype=tl.int32)
-    # The rest goes slice by slice, so that its operands need not all be in registers at once.
+    filter_ptr = w_ptr + (group * KG + tl.where(k < KG, k, 0)) * (R * S * CG)
+    x_ptr += group * CG
+    channel, used = (group * KG + k)[None, :], (k < KG)[None, :]
     first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
     second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
-    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr)
+    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
+    lines = (correction_ptr, factor_ptr, bias_ptr, norm_ptr)
     outs = (value_ptr, codes_ptr, more_ptr)
-    start = tl.program_id(0) % ACROSS * BLOCK_K
-    QUARTER: tl.constexpr = BLOCK_K // 4
-    if SLICES == 4:
-        left_half, right_half = _halves(sums)
-        one, two = _halves(left_half)
-        three, four = _halves(right_half)
-        _finish_sums(one, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
-        _finish_sums(two, p, live, group, start + QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
-        _finish_sums(three, p, live, group, start + 2 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
-        _finish_sums(four, p, live, group, start + 3 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
-    elif SLICES == 2:
-        one, two = _halves(sums)
-        _finish_sums(one, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
-        _finish_sums(two, p, live, group, start + 2 * QUARTER, ends, first, second, outs, K, KG, CAP, LIMIT)
+    if STEPS == 1:
+        # Little to multiply: a program keeps its weights and the numbers of their channels and takes tile after tile of
+        # pixels, whose codes it fetches ahead. (That the product stands before the branch is needed, too: with the same
+        # one on both sides, ptxas 12.8 forgot half of its operands on one.)
+        w = _weights(0, filter_ptr, RUN, BLOCK_C)
+        numbers = _channel_numbers(lines, channel, used, K)
+        tiles, programs = tl.cdiv(pixels, BLOCK_P), tl.num_programs(0) // ACROSS
+        for tile in tl.range(tl.program_id(0) // ACROSS, tiles, programs, num_stages=STAGES):
+            p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
+            windows = _windows(p, pixels, H, W, C, OH, OW, STRIDE_H, STRIDE_W, PAD_H, PAD_W)
+            x = _codes(
+                0, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
+            )  # fmt: skip
+            sums = tl.dot(x, w, out_dtype=tl.int32)
+            if halves != 0:
+                sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
+            _finish_sums(
+                sums, p, pixels, channel, used, lines, numbers, other_ptr, first, second, outs, K, CAP, LIMIT
+            )  # fmt: skip
     else:
-        _finish_sums(sums, p, live, group, start, ends, first, second, outs, K, KG, CAP, LIMIT)
+        p = tl.program_id(0) // ACROSS * BLOCK_P + tl.arange(0, BLOCK_P)
+        windows = _windows(p, pixels, H, W, C, OH, OW, STRIDE_H, STRIDE_W, PAD_H, PAD_W)
+        sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
+        if halves != 0:  # the sums of 2 * w + 1
+            ones = tl.full((BLOCK_C, 16), 1, tl.int8)
+            totals = tl.zeros((BLOCK_P, 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
+            for step in range(STEPS):
+                x = _codes(
+                    step, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
+                )  # fmt: skip
+                sums = tl.dot(x, _weights(step, filter_ptr, RUN, BLOCK_C), sums, out_dtype=tl.int32)
+                totals = tl.dot(x, ones, totals, out_dtype=tl.int32)
+            sums = 2 * sums + tl.max(totals, axis=1)[:, None]
+        else:
+            for step in range(STEPS):
+                x = _codes(
+                    step, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
+                )  # fmt: skip
+                sums = tl.dot(x, _weights(step, filter_ptr, RUN, BLOCK_C), sums, out_dtype=tl.int32)
+        numbers = _channel_numbers(lines, channel, used, K)
+        _finish_sums(sums, p, pixels, channel, used, lines, numbers, other_ptr, first, second, outs, K, CAP, LIMIT)
 
 
 @triton.jit
@@ -284,13 +304,13 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
             at = ((image * H + row) * W + column)[:, None] * C + c[None, :]
             x = tl.load(x_ptr + at, mask=live & inside[:, None], other=pad).to(tl.int32)
-            w = _weights(w_ptr, c * (R * S) + (r * S + s), c < C, False).to(tl.int32)
+            w = tl.load(w_ptr + c * (R * S) + (r * S + s), mask=c < C, other=0).to(tl.int32)
             sums += x * (w * (1 + halves) + halves)[None, :]  # w or 2 * w + 1
     first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
     second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
-    ends = (correction_ptr, factor_ptr, bias_ptr, norm_ptr, other_ptr)
-    start = tl.program_id(1) * BLOCK_C
-    _finish_sums(sums, p, p < pixels, 0, start, ends, first, second, (value_ptr, codes_ptr, more_ptr), C, C, CAP, LIMIT)
+    lines, outs = (correction_ptr, factor_ptr, bias_ptr, norm_ptr), (value_ptr, codes_ptr, more_ptr)
+    numbers = _channel_numbers(lines, c[None, :], used, C)
+    _finish_sums(sums, p, pixels, c[None, :], used, lines, numbers, other_ptr, first, second, outs, C, CAP, LIMIT)
 
 
 def convolve(
@@ -321,11 +341,15 @@ def convolve(
             BLOCK_P=tiles.pixels, BLOCK_C=tiles.outputs, num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return outputs
-    tiles = tiles or default_tiles(g, pixels)
+    heavy = finish.other is not None or finish.keep
+    tiles = tiles or default_tiles(g, pixels, heavy=heavy)
     across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
-    _convolve[(triton.cdiv(pixels, tiles.pixels) * across, g.groups)](
+    down = triton.cdiv(pixels, tiles.pixels)
+    if steps_of(g, tiles.inputs) == 1:
+        down = min(down, max(1, PROGRAMS // (across * g.groups)))
+    _convolve[(down * across, g.groups)](
         *operands, *g[:8], *moves, g.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
-        BLOCK_K=tiles.outputs, SLICES=tiles.slices, num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_K=tiles.outputs, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
     return outputs

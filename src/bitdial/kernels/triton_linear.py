@@ -220,17 +220,20 @@ def linear(
 
 
 def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
-    """By counting, and for one token by trying on an H200 (`benchmarks/linear.py --sweep`, 4096 and 14336 rows).
+    """By counting, and for one token by trying on an H200 (`benchmarks/linear.py --sweep`, 4096 to 14336 rows).
 
-    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors; of many programs,
-    several share a multiprocessor, and four warps each are better than eight. Above 8 tokens the tokens are most of
-    what a program reads, so it takes twice the rows if registers suffice. Few rows: the columns are shared out.
+    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Several share a
+    multiprocessor: of many programs, or short ones, four warps each are better than eight, and at 4 bits and more so is
+    a limit of 96 registers, with which five programs fit. Above 8 tokens the tokens are most of what a program reads,
+    so it takes twice the rows if registers suffice. Few rows: the columns are shared out.
     """
     row_tiles = 2 if tokens > 8 and bits <= 4 else 1
     programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
-    warps = 4 if programs > 512 else 8
+    limited = tokens <= 8 and bits >= 4
+    warps = 4 if programs > 512 or (limited and programs > 128 and columns <= 4096) else 8
     steps = triton.cdiv(columns, TILE_COLUMNS * warps)
     splits = 1
     while programs * splits < 128 and splits * 2 <= steps:
         splits *= 2
-    return FewSettings(row_tiles=row_tiles, warps=warps, splits=splits, ahead=True)
+    registers = 96 if limited and warps == 4 else None
+    return FewSettings(row_tiles=row_tiles, warps=warps, splits=splits, registers=registers)
