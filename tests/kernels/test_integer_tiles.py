@@ -48,9 +48,15 @@ def test_the_choice_is_what_was_quickest(
     assert (tiles.pixels, tiles.outputs) == best
 
 
-def test_a_heavy_end_has_no_largest_tiles() -> None:
+def test_a_heavy_end_has_small_tiles() -> None:
     plain, heavy = (default_tiles(geometry(512, 7, 2048), 32 * 49, heavy=heavy) for heavy in (False, True))
-    assert (plain.pixels, plain.outputs) == (128, 128) != (heavy.pixels, heavy.outputs)
+    assert (plain.pixels, plain.outputs) == (128, 128)
+    assert (heavy.pixels, heavy.outputs) == (64, 64)
+
+
+@pytest.mark.parametrize("channels, size, outputs, stages", [(512, 7, 512, 4), (128, 28, 128, 3), (256, 14, 256, 4)])
+def test_stages_are_more_where_memory_is_left(channels: int, size: int, outputs: int, stages: int) -> None:
+    assert default_tiles(geometry(channels, size, outputs, 3), 32 * size * size).stages == stages
 
 
 @pytest.mark.parametrize("channels, size, outputs, taps", [(256, 14, 1024, 1), (512, 7, 512, 3), (64, 56, 64, 3)])

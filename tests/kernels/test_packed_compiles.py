@@ -115,10 +115,19 @@ def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits:
     weight(packed_fields(bits), "double_rounding").linear(torch.zeros(16, 4096, dtype=dtype), bits, bias)
     few = compiled["_few"]
     assert few.spilled == 0
-    rows = 2 if bits <= 4 else 1
-    assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == rows * bits + 16  # twice the tokens
+    assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == bits + 16  # twice the tokens
     assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
     assert "_add_splits" in compiled
+
+
+@pytest.mark.parametrize("rows", [8192, 14336])
+def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: dict[str, Compiled], rows: int) -> None:
+    weight(nested_fields(CHOICES), "nested", rows).linear(torch.zeros(16, 4096, dtype=torch.bfloat16), 2)
+    few = compiled["_few"]
+    assert few.spilled == 0
+    assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == 2 * 2 + 16
+    assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
+    assert "_add_splits" not in compiled
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,8 +2,8 @@
 
 The tiles are chosen by an estimate of what they take on an H200, in clocks: bringing in the operands, multiplying them,
 what follows each sum, and waiting. Its numbers are those that best explain what `python benchmarks/conv.py --sweep`
-measured of ResNet50's layers at batch 32: for all but two it chooses the best of four kinds of tiles, for these one
-that takes 1 % longer.
+measured of ResNet50's layers at batch 32, in three stages: for all but two it chooses the best of four kinds of tiles,
+for these one that takes 1 % longer. More stages were tried with the tiles that it chooses.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ FEW_CHANNELS = 16  # below, 16 bytes hold several pixels
 
 PROCESSORS = 132
 SHARED_BYTES, REGISTERS = 227 << 10, 65536  # of each
-PROGRAMS = 4 * PROCESSORS  # that share the pixels of a layer of one step
+PROGRAMS = 3 * PROCESSORS  # that share the pixels of a layer of one step
 
 PRODUCTS = 4096  # of int8 a clock
 FEED = 66  # bytes of operands a clock; where a window may reach over the edge, codes cost 1.7 times as much
@@ -99,16 +99,20 @@ def steps_of(geometry: Geometry, inputs: int) -> int:
 def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False) -> Tiles:
     """Tiles of a convolution of so many output pixels: those that should take the fewest clocks.
 
-    `heavy`: values are added to the sums or kept, which takes too many registers for the largest tiles.
+    `heavy`: values are added to the sums or kept, which takes too many registers for large tiles.
     """
     inputs = power_of_2(run_of(geometry), 32, 128)
     widest = power_of_2(geometry.out_channels // geometry.groups, 16, 128)
-    if steps_of(geometry, inputs) == 1:
-        return Tiles(64, inputs, min(widest, 64), 4, 3)
-    choices = [tile for tile in TILES if tile[1] <= widest and not (heavy and tile == (128, 128))]
-    choices = choices or [(128, widest), (64, widest)]
+    if heavy or steps_of(geometry, inputs) == 1:
+        return Tiles(64, inputs, min(widest, 64), 4, 3 if heavy else 4)
+    choices = [tile for tile in TILES if tile[1] <= widest] or [(128, widest), (64, widest)]
     rows, outputs = min(choices, key=lambda tile: _clocks(geometry, pixels, tile[0], tile[1], inputs))
-    return Tiles(rows, inputs, outputs, 4, 4 if inputs < 128 else 3)
+    alone = _programs(geometry, pixels, rows, outputs) <= PROCESSORS  # then memory for another stage costs nothing
+    return Tiles(rows, inputs, outputs, 4, 4 if inputs < 128 or rows * outputs == 64 * 64 or alone else 3)
+
+
+def _programs(geometry: Geometry, pixels: int, rows: int, outputs: int) -> int:
+    return -(-pixels // rows) * -(-geometry.out_channels // geometry.groups // outputs) * geometry.groups
 
 
 def _clocks(geometry: Geometry, pixels: int, rows: int, outputs: int, inputs: int) -> float:
@@ -117,8 +121,7 @@ def _clocks(geometry: Geometry, pixels: int, rows: int, outputs: int, inputs: in
     A multiprocessor has several programs at work at a time, as many as its memory and registers hold. They share its
     units, so what they do adds up; they wait side by side.
     """
-    across = -(-geometry.out_channels // geometry.groups // outputs)
-    programs = -(-(-(-pixels // rows) * across * geometry.groups) // PROCESSORS)
+    programs = -(-_programs(geometry, pixels, rows, outputs) // PROCESSORS)
     stages = 4 if inputs < 128 else 3
     registers = rows * outputs // 96 + 16  # of a thread, about
     together = min(SHARED_BYTES // (stages * (rows + outputs) * inputs), REGISTERS // (128 * registers))

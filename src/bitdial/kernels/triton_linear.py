@@ -220,20 +220,25 @@ def linear(
 
 
 def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
-    """By counting, and for one token by trying on an H200 (`benchmarks/linear.py --sweep`, 4096 to 14336 rows).
+    """By counting and by trying on an H200, at one and at 16 tokens, 4096 to 14336 rows and 4096 to 28672 columns.
 
     16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Several share a
-    multiprocessor: of many programs, or short ones, four warps each are better than eight, and at 4 bits and more so is
-    a limit of 96 registers, with which five programs fit. Above 8 tokens the tokens are most of what a program reads,
-    so it takes twice the rows if registers suffice. Few rows: the columns are shared out.
+    multiprocessor: four warps each, with a limit on their registers so that more fit, are mostly better than eight. At
+    many bits, few programs of many columns are the exception; at 16 tokens and 2 bits, where the tokens are most of
+    what a program reads, many programs are: there it takes twice the rows. Few rows: the columns are shared out.
     """
-    row_tiles = 2 if tokens > 8 and bits <= 4 else 1
-    programs = triton.cdiv(rows, TILE_ROWS * row_tiles)
-    limited = tokens <= 8 and bits >= 4
-    warps = 4 if programs > 512 or (limited and programs > 128 and columns <= 4096) else 8
+    many_tokens, programs = tokens > 8, triton.cdiv(rows, TILE_ROWS)
+    if many_tokens and bits == 2 and programs > 256:
+        most = programs > 512
+        return FewSettings(row_tiles=2, warps=4 if most else 8, ahead=not most)
+    long_columns = programs <= 512 and columns > 4096
+    if long_columns and bits >= (8 if many_tokens else 4):
+        warps, registers = 8, None
+    else:
+        limit = 128 if many_tokens else 96 if bits > 2 else 80
+        warps, registers = 4, None if bits == 2 and programs > 512 else limit
     steps = triton.cdiv(columns, TILE_COLUMNS * warps)
     splits = 1
     while programs * splits < 128 and splits * 2 <= steps:
         splits *= 2
-    registers = 96 if limited and warps == 4 else None
-    return FewSettings(row_tiles=row_tiles, warps=warps, splits=splits, registers=registers)
+    return FewSettings(warps=warps, splits=splits, registers=registers)
