@@ -310,6 +310,23 @@ def test_a_model_without_memory(tmp_path: Path, loader: Any) -> None:
 # --- what it is made of -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernels", ["float", "integer", "packed"])
+def test_a_model_loaded_in_inference_mode_switches_outside(tmp_path: Path, kernels: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    activations = "float" if kernels == "packed" else "unsigned"
+    config = QuantConfig(bit_choices=(8, 4, 2), activations=activations, keep_first_last=False)
+    x = torch.rand(3, 6, generator=seeded(5))
+    save(prepare(model, config, x), tmp_path / "m.safetensors")
+    usual = load(tmp_path / "m.safetensors", model, kernels=kernels)
+    with torch.inference_mode():
+        live = load(tmp_path / "m.safetensors", model, kernels=kernels)
+        set_bits(live, 2)
+    for bits in (4, 8):
+        set_bits(live, bits)
+        set_bits(usual, bits)
+        assert torch.equal(live(x), usual(x))
+
+
 @pytest.mark.parametrize("scheme", INTEGER_SCHEMES)
 @pytest.mark.parametrize("bit_choices", [(8, 4), (4, 2)])
 def test_no_float_master(tmp_path: Path, scheme: str, bit_choices: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
 TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
 
 
+@torch.inference_mode(False)  # what is made within inference mode could not be switched outside
 def load(
     path: str | os.PathLike[str] | Artifact,
     model: nn.Module | None = None,
@@ -64,6 +65,7 @@ def load(
     )
 
 
+@torch.inference_mode(False)
 def load_into(
     model: nn.Module,
     artifact: Artifact,
@@ -134,6 +136,7 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
             layer.active = layer.active.to(dtype)
 
 
+@torch.inference_mode(False)
 def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | None = None) -> nn.Module:
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
