@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bitdial.artifact import Artifact
-from bitdial.cli.data import held_out_data, sample_input, training_data, was_trained_on
+from bitdial.cli.data import fitting, held_out_data, sample_input, training_data, was_trained_on
 from bitdial.errors import ConfigError
 from bitdial.recipes.digits import digits_data
 
@@ -111,3 +111,24 @@ def test_a_sample_has_the_shape_that_is_given_or_the_recipes() -> None:
     for metrics in ({}, {"recipe": "mine"}, {"recipe": {}}):
         with pytest.raises(ConfigError, match="--input 3x32x32"):
             sample_input(None, made_by(**metrics))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_failure_of_the_machine_is_not_blamed_on_the_data(failure: Exception) -> None:
+    with pytest.raises(type(failure)) as raised, fitting(torch.zeros(1, 3)):
+        raise failure
+    assert raised.value is failure
+
+
+def test_a_shape_that_does_not_fit_is() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"samples of shape \(3,\)\) does not fit the model"),
+        fitting(torch.zeros(1, 3)),
+    ):
+        torch.zeros(1, 3) @ torch.zeros(4, 1)

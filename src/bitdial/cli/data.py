@@ -141,11 +141,16 @@ def accuracy_on(live: nn.Module, data: Batches, device: str = "cpu") -> float:
 
 @contextmanager
 def fitting(x: Tensor) -> Iterator[None]:
-    """Run a model on data like `x` in a block: what torch says of data that is not for the model is a ConfigError."""
+    """Run a model on data like `x` in a block: what torch says of data that is not for the model is a ConfigError.
+
+    Memory that does not suffice and a GPU that fails are no fault of the data; their errors stay as they are.
+    """
     try:
         yield
-    except BitdialError:
+    except (BitdialError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError) as problem:
+        if "CUDA" in str(problem):
+            raise
         shape = tuple(x.shape[1:])
         raise ConfigError(f"the data (samples of shape {shape}) does not fit the model: {problem}") from problem
