@@ -211,8 +211,8 @@ def _convolve(  # type: ignore[no-untyped-def]
     outs = (value_ptr, codes_ptr, more_ptr)
     if STEPS == 1:
         # Little to multiply: a program keeps its weights and the numbers of their channels and takes tile after tile of
-        # pixels, whose codes it fetches ahead. (That the product stands before the branch is needed, too: with the same
-        # one on both sides, ptxas 12.8 forgot half of its operands on one.)
+        # pixels, whose codes it fetches ahead. The product stands before the branch: with the same one on both sides,
+        # ptxas 12.8 forgot half of its operands on one.
         w = _weights(0, filter_ptr, RUN, BLOCK_C)
         numbers = _channel_numbers(lines, channel, used, K)
         tiles, programs = tl.cdiv(pixels, BLOCK_P), tl.num_programs(0) // ACROSS
@@ -235,7 +235,7 @@ def _convolve(  # type: ignore[no-untyped-def]
         if halves != 0:  # the sums of 2 * w + 1
             ones = tl.full((BLOCK_C, 16), 1, tl.int8)
             totals = tl.zeros((BLOCK_P, 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
-            for step in range(STEPS):
+            for step in range(STEPS * halves):  # STEPS; as a number that is not known before, see above
                 x = _codes(
                     step, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
                 )  # fmt: skip
