@@ -11,8 +11,7 @@ Codes are stored as int8: those of an unsigned kind less 128. With x the stored 
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
 Weights that are 2 * w + 1 and do not fit int8 (centred codes of 8 bits) take 2 * sum(x * w) + sum(x). Whether they do
 is a number in memory, `halves`, which the kernel reads: a recorded graph follows the dial. It chooses between two
-loops, so that other widths do not pay for it; where there is no such number, there is one loop. A layer of one step has
-one product, and a loop over tiles of pixels instead.
+loops, or in a layer of one step what follows its product; other widths do not pay for it. Without it nothing is chosen.
 
 What follows the sums is in `triton_finish`.
 """
