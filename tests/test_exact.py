@@ -24,7 +24,7 @@ from bitdial import (
     set_bits,
 )
 from bitdial.errors import BitdialError, PlanError, QuantizationError
-from bitdial.exact import _fixed_point, _power_of_two
+from bitdial.fixed_point import fixed_point, power_of_two
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
 
 BITS = (8, 5, 3, 2)
@@ -275,7 +275,7 @@ def test_weight_only_layers_on_whole_numbers_are_exact(scheme: str) -> None:
 
 def test_powers_of_two() -> None:
     exponents = torch.arange(-1022, 1024)
-    assert _power_of_two(exponents).tolist() == [2.0**e for e in range(-1022, 1024)]
+    assert power_of_two(exponents).tolist() == [2.0**e for e in range(-1022, 1024)]
 
 
 @pytest.mark.parametrize("bits", [1, 8, 19, 24, 52])
@@ -287,7 +287,7 @@ def test_fixed_point_numbers(bits: int, largest: float) -> None:
     values = [largest, -largest, largest / 3, 0.0, -largest / 1000, largest]
     x = torch.tensor([values, [0.0] * 6, [v / 16 for v in values]])
     for by_sample in (True, False):
-        integers, power = _fixed_point(x, bits, by_sample=by_sample)
+        integers, power = fixed_point(x, bits, by_sample=by_sample)
         assert integers.dtype == power.dtype == torch.float64
         assert power.shape == ((3, 1) if by_sample else (1, 1))
         whole = integers.numpy()
@@ -306,7 +306,7 @@ def test_fixed_point_numbers(bits: int, largest: float) -> None:
 
 def test_every_float32_survives_24_bits() -> None:
     x = torch.tensor([[2.0**-149], [2.0**-126 * 1.5], [0.1], [-1 / 3], [16777215.0], [-3.4028235e38], [0.0]])
-    integers, power = _fixed_point(x, 24, by_sample=True)
+    integers, power = fixed_point(x, 24, by_sample=True)
     assert (integers * power).float().tolist() == x.tolist()
 
 

@@ -18,6 +18,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "src" / "bitdial"
 LEVELS: dict[str, int] = {
     "errors": 0, "_cpu": 0, "_version": 0,
     "functional": 1, "packing": 1, "plan": 1, "config": 1, "models": 1, "container": 1, "traced": 1, "grouped_conv": 1,
+    "fixed_point": 1,
     "nn": 2, "kernels": 2,
     "observe": 3, "start": 3, "prepare": 3, "sensitivity": 3, "hessian": 3, "cost": 3,
     "train": 4, "artifact": 4, "runtime": 4, "exact": 4, "search": 4,

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
+from bitdial.fixed_point import fixed_point, mean_of_images
 from bitdial.nn import PackedConv2d, PackedLayer, PackedLinear
 from bitdial.plan import SWITCHBOARD, dialled_layers, unwrap
 
@@ -58,28 +59,6 @@ def code_exact(model: nn.Module) -> nn.Module:
         if twin is not None:
             module.__class__ = twin  # the same state, another forward
     return model
-
-
-def _fixed_point(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
-    """`x` as integers of at most `bits` bits (held in float64) times a power of two: returns (integers, power).
-
-    The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts.
-    """
-    inverse, power = fixed_point_powers(x, bits, by_sample=by_sample)
-    return (x.double() * inverse).round_(), power
-
-
-def fixed_point_powers(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
-    """1 / power and power of `x` in fixed point."""
-    dims = tuple(range(1, x.dim())) if by_sample else tuple(range(x.dim()))
-    largest = (x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()).double()
-    exponent = (largest.view(torch.int64) >> 52) - 1022  # of float64: largest < 2**exponent
-    exponent = torch.where(largest > 0, exponent, 0) - bits
-    return _power_of_two(-exponent), _power_of_two(exponent)
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _bits_for(terms: int, factors: int) -> int:
@@ -130,14 +109,14 @@ def _quantized_forward(layer: PackedLayer, x: Tensor) -> Tensor:
 def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
     """Float input times integer weights: the input in fixed point, beside 9 bits of weight."""
     bits = min(_SUM_BITS - 9 - math.ceil(math.log2(_terms(integers))), _MOST_BITS)
-    a, power = _fixed_point(x, bits, by_sample=_batched(layer, x))
+    a, power = fixed_point(x, bits, by_sample=_batched(layer, x))
     y = (_sum(layer, a, integers) * power).float()
     return y * _over_channels(step, y, layer)
 
 
 def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
     """A layer kept in float: input and weight in fixed point."""
-    a, power = _fixed_point(x, float_layer_bits(layer), by_sample=_batched(layer, x))
+    a, power = fixed_point(x, float_layer_bits(layer), by_sample=_batched(layer, x))
     w, weight_power = fixed_point_weight(layer)
     y = _sum(layer, a, w) * power
     y = (y * weight_power.reshape(())).float()
@@ -151,7 +130,7 @@ def float_layer_bits(layer: nn.Conv2d | nn.Linear) -> int:
 
 def fixed_point_weight(layer: nn.Conv2d | nn.Linear) -> tuple[Tensor, Tensor]:
     """The weight of a layer kept in float as whole numbers and their power, both float64."""
-    return _fixed_point(layer.weight.detach(), float_layer_bits(layer), by_sample=False)
+    return fixed_point(layer.weight.detach(), float_layer_bits(layer), by_sample=False)
 
 
 class ExactLayer(PackedLayer):
@@ -236,13 +215,17 @@ class ExactAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rounded quotient of an exact sum."""
-        return _pool(super().forward, input)
+        return _pool(mean_of_images if self.output_size in (1, (1, 1)) else super().forward, input)
 
 
 def _pool(average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    terms = x.shape[-1] * x.shape[-2]
-    a, power = _fixed_point(x, _SUM_BITS - math.ceil(math.log2(terms)), by_sample=x.dim() > 3)
+    a, power = fixed_point(x, pool_bits(x), by_sample=x.dim() > 3)
     return (average(a) * power).float()
+
+
+def pool_bits(x: Tensor) -> int:
+    """Bits of the fixed-point numbers that an average pool adds."""
+    return _SUM_BITS - math.ceil(math.log2(x.shape[-1] * x.shape[-2]))
 
 
 _TWINS: dict[type[nn.Module], type[nn.Module]] = {

@@ -6,19 +6,23 @@ without it, the same tests see the operator's reference.
 
 import copy
 import importlib.util
+import math
 import os
+import struct
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial.exact import ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
+from bitdial.exact import ExactAdaptiveAvgPool2d, ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
+from bitdial.fixed_point import fixed_point_powers
 from bitdial.integer.float_layers import serves_float
 from bitdial.integer.layers import to_integer
 from bitdial.kernels import fixed_point
-from bitdial.kernels.fixed_point import fixed_point_conv2d
+from bitdial.kernels.fixed_point import fixed_point_conv2d, fixed_point_mean, sample_powers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,6 +106,79 @@ def test_what_is_left_to_the_definition(odd: dict[str, Any]) -> None:
     exact, made = pair(nn.Conv2d(4, 6, 3, **odd))
     assert not serves_float(exact)
     assert type(made) is ExactConv2d
+
+
+def bits_of(powers: Tensor) -> list[list[int]]:
+    """Float64 numbers as their bit patterns."""
+    return powers.view(torch.int64).reshape(2, -1).tolist()
+
+
+HUGE = torch.finfo(torch.float32).max
+LARGEST = [0.0, 2.0**-149, 1e-40, -(2.0**-126), 0.99999994, 1.0, -1.0000001, 255.0, -HUGE, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("size", [1, 15, 4096, 4097, 9000])
+@pytest.mark.parametrize("bits", [1, 22, 52])
+def test_powers_of_samples(size: int, bits: int) -> None:
+    """Whatever is largest, wherever it stands, in one part of a sample or in several."""
+    x = torch.zeros(len(LARGEST), size)
+    for row, largest in enumerate(LARGEST):
+        x[row, row * 37 % size] = largest
+        x[row, -1 - row % size] += largest / 3
+    x = x.to(DEVICE)
+    assert bits_of(sample_powers(x, bits)) == bits_of(torch.stack(fixed_point_powers(x, bits, by_sample=True)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("most", [1, 3, 16])
+def test_parts_of_several_blocks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitdial.kernels import triton_powers
+
+    monkeypatch.setattr(triton_powers, "BLOCK", 64)
+    monkeypatch.setattr(triton_powers, "MOST_PARTS", most)
+    for place in (0, 63, 64, 700, 999):
+        x = torch.linspace(-1.0, 1.0, 1000).repeat(2, 1)
+        x[1, place] = 1e3
+        x = x.to(DEVICE)
+        assert bits_of(sample_powers(x, 20)) == bits_of(torch.stack(fixed_point_powers(x, 20, by_sample=True)))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_powers_of_images_in_any_layout(layout: torch.memory_format) -> None:
+    x = randn(5, 3, 9, 8, seed=6).contiguous(memory_format=layout)
+    for images in (x, x[:, :, 1:, ::2], x[:0]):
+        expected = torch.stack(fixed_point_powers(images, 20, by_sample=True))
+        assert bits_of(sample_powers(images, 20)) == bits_of(expected)
+
+
+@pytest.mark.parametrize("channels, height, width", [(3, 1, 1), (70, 7, 7), (64, 5, 9), (1, 16, 1), (130, 3, 11)])
+def test_means_of_images(channels: int, height: int, width: int) -> None:
+    exact = nn.Sequential(ExactAdaptiveAvgPool2d(1))
+    made = copy.deepcopy(exact)
+    to_integer(made)
+    assert type(made[0]) is not type(exact[0])
+    x = randn(4, channels, height, width, seed=7)
+    for images in (x, x.contiguous(memory_format=torch.channels_last), x[1], x[:0], x.double()):
+        got, expected = made(images), exact(images)
+        assert got.shape == expected.shape
+        assert torch.equal(got, expected)
+
+
+def test_a_mean_is_the_rounded_quotient() -> None:
+    """As rational numbers have it; a product with 1 / 49 is another float64 in some of these."""
+    x = torch.randint(-(2**22), 2**22, (1, 400, 7, 7), generator=torch.Generator().manual_seed(8)).float()
+    made = nn.Sequential(ExactAdaptiveAvgPool2d((1, 1)))
+    to_integer(made)
+    got = made(x.to(DEVICE)).flatten().tolist()
+    totals = [int(total) for total in x.double().sum(dim=(2, 3)).flatten().tolist()]
+    assert got == [struct.unpack("f", struct.pack("f", float(Fraction(total, 49))))[0] for total in totals]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not know fake tensors")
+def test_opcheck_of_powers_and_means() -> None:
+    x = torch.randn(2, 3, 6, 6, device=DEVICE)
+    torch.library.opcheck(sample_powers, (x, 20))
+    torch.library.opcheck(fixed_point_mean, (x, sample_powers(x, 20)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does not know fake tensors")

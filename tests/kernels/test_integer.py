@@ -208,12 +208,25 @@ def test_layers_of_one_step(channels: int, halves: bool | None) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.parametrize("halves", [None, False, True])
+@pytest.mark.parametrize("outputs, processors", [(64, 1), (200, 3)])
+def test_layers_of_one_wide_step(
+    outputs: int, processors: int, halves: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitdial.kernels import integer_tiles
+
+    monkeypatch.setattr(integer_tiles, "PROCESSORS", processors)
+    geometry = (3, 256, 16, 16, outputs, (1, 1), (2, 2), (0, 0), (1, 1), 1)  # 3 tiles of pixels
+    check(make_case(geometry, FINISHES["bias, codes"], kind="unsigned", bits=8, halves=halves))
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
 @pytest.mark.parametrize("programs", [1, 3, 7])
 @pytest.mark.parametrize("finish", ["bias, codes", "all"])
 def test_a_program_takes_tile_after_tile(finish: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from bitdial.kernels import triton_integer
 
-    monkeypatch.setattr(triton_integer, "PROGRAMS", programs)
+    monkeypatch.setattr(triton_integer, "most_programs", lambda tiles: programs)
     geometry = (3, 40, 12, 11, 70, (1, 1), (1, 1), (0, 0), (1, 1), 1)  # 7 tiles of pixels, 2 of outputs
     check(make_case(geometry, FINISHES[finish], kind="unsigned", bits=8, halves=finish == "all"))
 

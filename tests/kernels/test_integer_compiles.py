@@ -42,12 +42,21 @@ def assembly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
         constants = {(p.num,): given[p.name] for p in self.params if p.name in fixed}
         types = {p.name: "constexpr" if p.name in fixed else type_of(given[p.name]) for p in self.params}
-        aligned = {(p.num,): [["tt.divisibility", 16]] for p in self.params if isinstance(given[p.name], Tensor)}
-        source = ASTSource(self, types, constants, aligned)  # PyTorch's memory is aligned
+        aligned = {
+            (p.num,): [["tt.divisibility", 16]]
+            for p in self.params
+            if p.name not in fixed and is_aligned(given[p.name])
+        }
+        source = ASTSource(self, types, constants, aligned)
         found.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
     return found
+
+
+def is_aligned(value: object) -> bool:
+    """Whether Triton takes a tensor's address, or a number, as a multiple of 16; PyTorch's memory is aligned."""
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
 
 
 def type_of(value: object) -> str:
@@ -132,6 +141,21 @@ def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -
     triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", assembly[0])
     assert "fma.rn.f64" not in assembly[0]
+
+
+def test_powers_and_means_lose_nothing(assembly: list[str]) -> None:
+    """Subnormal numbers stay what they are, and a quotient is a quotient."""
+    from bitdial.kernels import triton_powers
+
+    x = torch.zeros(2, 64, 14, 14).contiguous(memory_format=torch.channels_last)
+    triton_powers.mean(x, triton_powers.sample_powers(x, 40))
+    largest, powers, mean = assembly
+    assert "ld.global.v4.b32" in largest
+    for ptx in assembly:
+        assert ".ftz" not in ptx
+        assert "fma.rn.f64" not in ptx
+    assert "cvt.f64.f32" in powers
+    assert "div.rn.f64" in mean
 
 
 def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None:

@@ -28,9 +28,9 @@ def test_the_estimate_of_several_rounds_of_large_tiles() -> None:
 @pytest.mark.parametrize(
     "channels, size, outputs, taps, best",
     [
-        (256, 56, 64, 1, (128, 64)),
+        (256, 56, 64, 1, (64, 64)),
         (512, 28, 128, 1, (128, 64)),
-        (256, 14, 1024, 1, (128, 64)),
+        (256, 14, 1024, 1, (64, 128)),
         (1024, 14, 256, 1, (64, 64)),
         (512, 7, 2048, 1, (128, 128)),
         (2048, 7, 512, 1, (64, 64)),
@@ -43,9 +43,21 @@ def test_the_estimate_of_several_rounds_of_large_tiles() -> None:
 def test_the_choice_is_what_was_quickest(
     channels: int, size: int, outputs: int, taps: int, best: tuple[int, int]
 ) -> None:
-    """Layers of ResNet50 at batch 32, of which the four kinds of tiles were measured."""
+    """Layers of ResNet50 at batch 32, of which the four kinds of tiles were measured, or 256 channels at once."""
     tiles = default_tiles(geometry(channels, size, outputs, taps), 32 * size * size)
     assert (tiles.pixels, tiles.outputs) == best
+
+
+@pytest.mark.parametrize("images, inputs", [(32, 256), (1, 128)])
+def test_256_channels_are_one_step_where_there_is_enough_to_share(images: int, inputs: int) -> None:
+    assert default_tiles(geometry(256, 14, 1024), images * 14 * 14).inputs == inputs
+    assert default_tiles(geometry(256, 14, 256, 3), images * 14 * 14).inputs == 128  # over the edge
+    assert default_tiles(geometry(250, 14, 1024), images * 14 * 14).inputs == 128  # not all of them channels
+
+
+@pytest.mark.parametrize("channels, taps, stages", [(64, 1, 2), (256, 1, 3), (512, 1, 3), (64, 3, 4), (256, 3, 4)])
+def test_a_heavy_end_has_more_stages_the_more_steps(channels: int, taps: int, stages: int) -> None:
+    assert default_tiles(geometry(channels, 14, 256, taps), 32 * 14 * 14, heavy=True).stages == stages
 
 
 def test_a_heavy_end_has_small_tiles() -> None:

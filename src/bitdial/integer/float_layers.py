@@ -1,13 +1,20 @@
-"""Layers kept in float, by integer sums in fixed point, whose weights lie ready for the kernel."""
+"""Layers kept in float and global average pools, by integer sums in fixed point; weights lie ready for the kernel."""
 
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from bitdial.exact import ExactConv2d, ExactLinear, fixed_point_powers, fixed_point_weight, float_layer_bits
+from bitdial.exact import (
+    ExactAdaptiveAvgPool2d,
+    ExactConv2d,
+    ExactLinear,
+    fixed_point_weight,
+    float_layer_bits,
+    pool_bits,
+)
 from bitdial.integer.shapes import ConvShapes, KernelLayer, LinearShapes, padding_of
-from bitdial.kernels.fixed_point import fixed_point_conv2d
+from bitdial.kernels.fixed_point import fixed_point_conv2d, run_mean, run_powers
 from bitdial.kernels.integer import Outputs
 
 
@@ -38,9 +45,9 @@ class FixedPointLayer(KernelLayer):
         """As in KernelLayer, for float32; each sample, dimension 0 of a batch, has its own power."""
         self.check_shape(x)
         by_sample = x.dim() > (3 if isinstance(self, nn.Conv2d) else 1)
-        powers = torch.stack(fixed_point_powers(x, float_layer_bits(cast(Any, self)), by_sample=by_sample))
+        powers = run_powers(x if by_sample else x[None], float_layer_bits(cast(Any, self)))
         images = self.as_images(x).shape[0]
-        powers = powers.reshape(2, -1, 1).expand(2, -1, images // max(powers[0].numel(), 1)).reshape(2, images)
+        powers = powers[:, :, None].expand(2, -1, images // max(powers.shape[1], 1)).reshape(2, images)
         return super().run(x, other=other, powers=powers, **finish)
 
     def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, Any], finish: dict[str, Any]) -> Outputs:
@@ -82,6 +89,21 @@ class FixedPointLinear(FixedPointLayer, LinearShapes, ExactLinear):
     def forward(self, input: Tensor) -> Tensor:
         """The product of the rounded input and weight, exactly."""
         return self.run(input)[0] if input.dtype == torch.float32 else super().forward(input)
+
+
+class FixedPointPool(ExactAdaptiveAvgPool2d):
+    """A global average pool by the fixed-point operators."""
+
+    exact_type = ExactAdaptiveAvgPool2d
+
+    def allocate(self) -> None:
+        """There is nothing to make."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rounded quotient of an exact sum."""
+        if self.output_size not in (1, (1, 1)) or input.dim() != 4 or input.dtype != torch.float32:
+            return super().forward(input)
+        return run_mean(input, pool_bits(input))
 
 
 def _refresh(layer: Any, keys: object) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bitdial.exact import ExactLayer
+from bitdial.integer.float_layers import FixedPointPool
 from bitdial.integer.layers import IntegerLayer, IntegerNorm
 from bitdial.integer.shapes import KernelLayer
 from bitdial.kernels.integer import Outputs, run_finish
@@ -116,7 +117,7 @@ class _Tracer(fx.Tracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, KernelLayer | ExactLayer | SwitchableBatchNorm | IntegerNorm)
+        ours = isinstance(m, KernelLayer | ExactLayer | SwitchableBatchNorm | IntegerNorm | FixedPointPool)
         ours = ours or type(m).__module__ == "bitdial.exact"
         return ours or super().is_leaf_module(m, module_qualified_name)
 

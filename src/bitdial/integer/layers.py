@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
 from bitdial.exact import (
+    ExactAdaptiveAvgPool2d,
     ExactBatchNorm,
     ExactConv2d,
     ExactLayer,
@@ -21,7 +22,13 @@ from bitdial.exact import (
     ExactQuantizedLinear,
     norm_lines,
 )
-from bitdial.integer.float_layers import FixedPointConv2d, FixedPointLayer, FixedPointLinear, serves_float
+from bitdial.integer.float_layers import (
+    FixedPointConv2d,
+    FixedPointLayer,
+    FixedPointLinear,
+    FixedPointPool,
+    serves_float,
+)
 from bitdial.integer.operands import (
     Tables,
     act_tables,
@@ -290,6 +297,7 @@ _INTEGER: dict[type[nn.Module], type[nn.Module]] = {
     ExactQuantizedLinear: IntegerLinear,
     ExactConv2d: FixedPointConv2d,
     ExactLinear: FixedPointLinear,
+    ExactAdaptiveAvgPool2d: FixedPointPool,
     SwitchableBatchNorm: IntegerSwitchableNorm,
     TransitionalBatchNorm: IntegerTransitionalNorm,
     ExactBatchNorm: IntegerBatchNorm,

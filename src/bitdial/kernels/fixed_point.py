@@ -1,4 +1,8 @@
-"""Layers kept in float as a PyTorch operator on integer sums; see `bitdial.exact` for the arithmetic."""
+"""Layers kept in float, and global average pools, as PyTorch operators on integer sums; see `bitdial.exact`.
+
+`fixed_point_conv2d` is a convolution (or linear layer: 1x1) and what follows it, `fixed_point_mean` the mean of each
+image. Both take the power of two of each sample, which `sample_powers` gives.
+"""
 
 import math
 
@@ -6,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bitdial.fixed_point import fixed_point_powers, mean_of_images
 from bitdial.kernels.integer import (
     INDEXABLE,
     Outputs,
@@ -13,6 +18,7 @@ from bitdial.kernels.integer import (
     empty_outputs,
     filled,
     finish_by_torch,
+    in_parts,
     like,
     missing_on,
 )
@@ -78,6 +84,60 @@ def _(
     keep: bool,
 ) -> Outputs:
     return empty_outputs(output_shape(x, weight, stride, padding, NO_DILATION), x.device, first, second, keep)
+
+
+@torch.library.custom_op("bitdial::sample_powers", mutates_args=())
+def sample_powers(x: Tensor, bits: int) -> Tensor:
+    """1 / power and power (2, N) of the samples of the float32 x (N, ...) in fixed point of so many bits."""
+    if missing_on(x.device) is not None or not x.numel():
+        return _powers_by_torch(x, bits)
+    from bitdial.kernels import triton_powers as kernels
+
+    if not (x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)):
+        x = x.contiguous()
+    with torch.cuda.device_of(x):
+        return kernels.sample_powers(x, bits)
+
+
+@sample_powers.register_fake
+def _(x: Tensor, bits: int) -> Tensor:
+    return x.new_empty((2, x.shape[0]), dtype=torch.float64)
+
+
+@torch.library.custom_op("bitdial::fixed_point_mean", mutates_args=())
+def fixed_point_mean(x: Tensor, powers: Tensor) -> Tensor:
+    """The mean (N, C, 1, 1) of each image of the float32 x (N, C, H, W), rounded to fixed point of these powers."""
+    if missing_on(x.device) is not None or not x.numel():
+        return _mean_by_torch(x, powers)
+    from bitdial.kernels import triton_powers as kernels
+
+    with torch.cuda.device_of(x):
+        return kernels.mean(channels_last(x), powers)
+
+
+@fixed_point_mean.register_fake
+def _(x: Tensor, powers: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], 1, 1))
+
+
+def run_powers(x: Tensor, bits: int) -> Tensor:
+    """`sample_powers`, or its parts for a compiler."""
+    return _powers_by_torch(x, bits) if in_parts(x) else sample_powers(x, bits)
+
+
+def run_mean(x: Tensor, bits: int) -> Tensor:
+    """`fixed_point_mean` with the powers of x, or its parts for a compiler."""
+    powers = run_powers(x, bits)
+    return _mean_by_torch(x, powers) if in_parts(x) else fixed_point_mean(x, powers)
+
+
+def _powers_by_torch(x: Tensor, bits: int) -> Tensor:
+    return torch.stack(fixed_point_powers(x, bits, by_sample=True)).view(2, -1)
+
+
+def _mean_by_torch(x: Tensor, powers: Tensor) -> Tensor:
+    inverse, power = powers.view(2, -1, 1, 1, 1)
+    return (mean_of_images((x.double() * inverse).round_()) * power).float()
 
 
 def _values(

@@ -208,7 +208,7 @@ def run_conv2d(
 ) -> Outputs:
     """`integer_conv2d`, or its parts for a compiler."""
     moves = (stride, padding, dilation, groups)
-    if _in_parts(x):
+    if in_parts(x):
         sums = integer_sums(raised(x), weight, pad, correction, halves, *moves)
         return scaled_and_finished(sums, factor, bias, norm, other, first, second, cap, keep)
     return integer_conv2d(
@@ -226,12 +226,13 @@ def run_finish(
     keep: bool,
 ) -> Outputs:
     """`integer_finish`, or its parts for a compiler."""
-    if _in_parts(x):
+    if in_parts(x):
         return finish_by_torch(_arranged(x).clone(), norm, other, first, second, cap, keep)
     return integer_finish(x, norm, other, first, second, cap, keep)
 
 
-def _in_parts(x: Tensor) -> bool:
+def in_parts(x: Tensor) -> bool:
+    """Whether a compiler on the CPU is to see plain PyTorch instead of an operator."""
     return torch.compiler.is_compiling() and x.device.type == "cpu"
 
 

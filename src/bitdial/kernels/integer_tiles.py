@@ -3,7 +3,8 @@
 The tiles are chosen by an estimate of what they take on an H200, in clocks: bringing in the operands, multiplying them,
 what follows each sum, and waiting. Its numbers are those that best explain what `python benchmarks/conv.py --sweep`
 measured of ResNet50's layers at batch 32, in three stages: for all but two it chooses the best of four kinds of tiles,
-for these one that takes 1 % longer. More stages were tried with the tiles that it chooses.
+for these one that takes 1 % longer. More stages were tried with the tiles that it chooses. Layers of one step, of 256
+channels too where there are enough pixels, and layers with a heavy end have the tiles that were quickest.
 """
 
 from typing import NamedTuple
@@ -14,7 +15,6 @@ FEW_CHANNELS = 16  # below, 16 bytes hold several pixels
 
 PROCESSORS = 132
 SHARED_BYTES, REGISTERS = 227 << 10, 65536  # of each
-PROGRAMS = 3 * PROCESSORS  # that share the pixels of a layer of one step
 
 PRODUCTS = 4096  # of int8 a clock
 FEED = 66  # bytes of operands a clock; where a window may reach over the edge, codes cost 1.7 times as much
@@ -103,12 +103,29 @@ def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False) -> Ti
     """
     inputs = power_of_2(run_of(geometry), 32, 128)
     widest = power_of_2(geometry.out_channels // geometry.groups, 16, 128)
-    if heavy or steps_of(geometry, inputs) == 1:
-        return Tiles(64, inputs, min(widest, 64), 4, 3 if heavy else 4)
+    steps = steps_of(geometry, inputs)
+    if heavy:
+        return Tiles(64, inputs, min(widest, 64), 4, 2 if steps == 1 else 3 if steps <= 4 else 4)
+    if steps == 1:
+        return Tiles(64, inputs, min(widest, 64), 4, 4)
+    wide = Tiles(64, 256, widest, 4, 3)
+    enough = _programs(geometry, pixels, wide.pixels, wide.outputs) >= most_programs(wide)
+    if enough and _is_one_step_of(wide.inputs, geometry):
+        return wide
     choices = [tile for tile in TILES if tile[1] <= widest] or [(128, widest), (64, widest)]
     rows, outputs = min(choices, key=lambda tile: _clocks(geometry, pixels, tile[0], tile[1], inputs))
     alone = _programs(geometry, pixels, rows, outputs) <= PROCESSORS  # then memory for another stage costs nothing
     return Tiles(rows, inputs, outputs, 4, 4 if inputs < 128 or rows * outputs == 64 * 64 or alone else 3)
+
+
+def _is_one_step_of(inputs: int, geometry: Geometry) -> bool:
+    """Whether all input channels are as many, no more and no fewer, and no window reaches over the edge."""
+    return run_of(geometry) == inputs and steps_of(geometry, inputs) == 1 and not any(geometry.padding)
+
+
+def most_programs(tiles: Tiles) -> int:
+    """How many programs share the pixels of a layer of one step: those that the processors hold at a time."""
+    return PROCESSORS * (2 if tiles.inputs > 128 else 3)
 
 
 def _programs(geometry: Geometry, pixels: int, rows: int, outputs: int) -> int:

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from bitdial.kernels.integer_sums import PAD_CODES
 from bitdial.kernels.integer_tiles import FEW_CHANNELS as FEW
-from bitdial.kernels.integer_tiles import PROGRAMS, Geometry, Tiles, default_depthwise_tiles, default_tiles, steps_of
+from bitdial.kernels.integer_tiles import (
+    Geometry,
+    Tiles,
+    default_depthwise_tiles,
+    default_tiles,
+    most_programs,
+    steps_of,
+)
 from bitdial.kernels.triton_finish import Finish, _finish_tile, _quantizer, ending, finish_operands, outputs_for
 
 FEW_CHANNELS = tl.constexpr(FEW)
@@ -346,7 +353,7 @@ def convolve(
     across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
     down = triton.cdiv(pixels, tiles.pixels)
     if steps_of(g, tiles.inputs) == 1:
-        down = min(down, max(1, PROGRAMS // (across * g.groups)))
+        down = min(down, max(1, most_programs(tiles) // (across * g.groups)))
     _convolve[(down * across, g.groups)](
         *operands, *g[:8], *moves, g.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
         BLOCK_K=tiles.outputs, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
