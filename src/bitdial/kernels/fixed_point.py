@@ -50,7 +50,8 @@ def fixed_point_conv2d(
     their power: all float64. The rest as for `integer_conv2d`.
     """
     sizes = output_shape(x, weight, stride, padding, NO_DILATION)
-    if missing_on(x.device) is None and x.numel() and 0 < max(x.numel(), math.prod(sizes)) < INDEXABLE:
+    surrounded = math.prod(size + 2 * zeros for size, zeros in zip(x.shape, (0, 0, *padding), strict=True))
+    if missing_on(x.device) is None and x.numel() and 0 < max(surrounded, math.prod(sizes)) < INDEXABLE:
         from bitdial.kernels import triton_fixed_point as kernels
         from bitdial.kernels.integer_tiles import Geometry
         from bitdial.kernels.triton_finish import Finish

@@ -1,17 +1,46 @@
-"""The Triton kernel of layers kept in float, by integer sums: fixed-point numbers in float64, on its tensor cores.
+"""The Triton kernels of layers kept in float, by integer sums: fixed-point numbers in float64, on its tensor cores.
 
 `bitdial.exact` rounds the input of such a layer to integers times a power of two for each sample, and its weight to
-integers times one power. Sums of their products stay below 2^53, so float64 carries them exactly in whatever order. The
-kernel rounds the input as it reads it. All taps and channels of a window are one run of numbers, so that three channels
-do not waste the tensor cores as they would tap by tap: 147 of a 7x7 filter are 5 slices of 32.
+integers times one power. Sums of their products stay below 2^53, so float64 carries them exactly in whatever order. One
+kernel rounds the input, once for each number, and puts zeros around the image; the integers have 24 bits at most, which
+float32 holds. The other multiplies. All taps and channels of a window are one run of numbers there, so that three
+channels do not waste the tensor cores as they would tap by tap: 147 of a 7x7 filter are 5 slices of 32.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.integer_tiles import Geometry, Tiles
 from bitdial.kernels.triton_finish import Finish, _finish_tile, _quantizer, ending, finish_operands, outputs_for
+
+BLOCK = 1024
+
+
+@triton.jit
+def _round(  # type: ignore[no-untyped-def]
+    x_ptr,
+    powers_ptr,
+    y_ptr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The integers of a sample, channels last, with zeros around the image."""
+    ROUNDER: tl.constexpr = 6755399441055744.0  # 1.5 * 2^52: added and subtracted, it rounds half to even
+    WIDE: tl.constexpr = (W + 2 * PAD_W) * C
+    SIZE: tl.constexpr = (H + 2 * PAD_H) * WIDE
+    sample = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, column = at // WIDE - PAD_H, at % WIDE - PAD_W * C
+    inside = (row >= 0) & (row < H) & (column >= 0) & (column < W * C)
+    x = tl.load(x_ptr + sample * (H * W * C) + row * (W * C) + column, mask=inside, other=0.0)
+    y = (x.to(tl.float64) * tl.load(powers_ptr + sample) + ROUNDER) - ROUNDER
+    tl.store(y_ptr + sample * SIZE + at, y.to(tl.float32), mask=at < SIZE)
 
 
 @triton.jit
@@ -40,31 +69,25 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
     S: tl.constexpr,
     STRIDE_H: tl.constexpr,
     STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
     CAP: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    ROUNDER: tl.constexpr = 6755399441055744.0  # 1.5 * 2^52: added and subtracted, it rounds half to even
+    """The convolution of integers x, zeros around them included, and what follows it."""
     TERMS: tl.constexpr = R * S * C
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     live = p < pixels
-    image = tl.where(live, p, 0) // (OH * OW)
-    top = p // OW % OH * STRIDE_H - PAD_H
-    left = (p % OW * STRIDE_W - PAD_W) * C
-    inverse = tl.load(powers_ptr + image)[:, None]
+    q = tl.where(live, p, 0)  # rows that nobody stores compute something that may be read
+    image = q // (OH * OW)
+    window_ptr = x_ptr + ((image * H + q // OW % OH * STRIDE_H) * W + q % OW * STRIDE_W) * C
     sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.float64)
     for step in range((TERMS + BLOCK_J - 1) // BLOCK_J):
         j = step * BLOCK_J + tl.arange(0, BLOCK_J)
-        row = top[:, None] + (j // (S * C))[None, :]
-        column = left[:, None] + (j % (S * C))[None, :]
-        inside = live[:, None] & (j < TERMS)[None, :] & (row >= 0) & (row < H) & (column >= 0) & (column < W * C)
-        x = tl.load(x_ptr + ((image * H)[:, None] + row) * (W * C) + column, mask=inside, other=0.0)
-        x = (x.to(tl.float64) * inverse + ROUNDER) - ROUNDER
+        term = tl.where(j < TERMS, j, 0)
+        x = tl.load(window_ptr[:, None] + (term // (S * C) * (W * C) + term % (S * C))[None, :]).to(tl.float64)
         used = (j < TERMS)[:, None] & (k < K)[None, :]
         w = tl.load(w_ptr + k[None, :] * TERMS + j[:, None], mask=used, other=0.0)
         sums = tl.dot(x, w, sums, input_precision="ieee", out_dtype=tl.float64)
@@ -108,9 +131,15 @@ def convolve(
     pixels = x.shape[0] * g.out_height * g.out_width
     outputs = outputs_for((x.shape[0], g.out_channels, g.out_height, g.out_width), x.device, finish)
     tiles = tiles or default_tiles(g)
+    wide = (g.height + 2 * g.padding[0], g.width + 2 * g.padding[1], g.channels)
+    size = wide[0] * wide[1] * wide[2]
+    integers = torch.empty((x.shape[0], size), dtype=torch.float32, device=x.device)
+    _round[(x.shape[0], triton.cdiv(size, BLOCK))](
+        x, powers, integers, g.height, g.width, g.channels, *g.padding, BLOCK=BLOCK, enable_fp_fusion=False
+    )
     _convolve_fixed_point[(triton.cdiv(pixels, tiles.pixels), triton.cdiv(g.out_channels, tiles.outputs))](
-        x, weight, powers, weight_power, bias, *finish_operands(finish), *outputs, x.shape[0], pixels, *g[:8],
-        *g.stride, *g.padding, **ending(finish.cap), BLOCK_P=tiles.pixels, BLOCK_J=tiles.inputs, BLOCK_K=tiles.outputs,
+        integers, weight, powers, weight_power, bias, *finish_operands(finish), *outputs, x.shape[0], pixels, *wide,
+        *g[3:8], *g.stride, **ending(finish.cap), BLOCK_P=tiles.pixels, BLOCK_J=tiles.inputs, BLOCK_K=tiles.outputs,
         num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
