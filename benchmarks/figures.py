@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 FOLDER = ROOT / "docs" / "figures"
 READINGS = ("off", "relative", "literal")  # the order of panels
 LEAST = 86.0  # percent; lower accuracies stand at the edge, with their number
+COMPARED = ("sampling", "transitions")  # what lines of a front may differ by
 Run = dict[str, Any]  # a history file: "settings" (a result row), "layers", "rows", "gradients"
 
 
@@ -257,24 +258,28 @@ def mark(ax: "Axes", value: float, y: float, bits: int, **style: Any) -> None:
 
 
 def comparable(groups: list[mixed_results.Runs]) -> dict[str, list[mixed_results.Runs]]:
-    """By model and widths: the runs on the test set that differ from the first, plainest ones only by the sampling."""
+    """By model and widths: the runs on the test set that differ from the first, plainest ones only by COMPARED."""
     found: dict[str, list[mixed_results.Runs]] = {}
+
+    def rest(one: mixed_results.Runs) -> dict[str, Any]:
+        return {name: value for name, value in one.settings.items() if name not in COMPARED}
+
     for one in (one for one in groups if one.get("split") == "test"):
         same = found.setdefault(f"{one.get('model')}-{''.join(map(str, one.widths))}", [])
-        if not same or {**one.settings, "sampling": same[0].get("sampling")} == same[0].settings:
+        if not same or rest(one) == rest(same[0]):
             same.append(one)
     return found
 
 
 def fronts(groups: list[mixed_results.Runs]) -> "Figure":
-    """The best accuracy within a budget, a line for each sampling with the range over seeds; the start's widths."""
+    """The best accuracy within a budget, a line for each group with the range over seeds; the start's widths."""
     first, shared = groups[0], mixed_results.shared_settings(groups)
     widths = ", ".join(map(str, first.widths))
     figure, (ax,) = panels(f"{MODELS[first.get('model')]}, CIFAR-10: searched plans of widths {widths}", 1, 1, 3.6)
     for number, one in enumerate(groups):
         common = set.intersection(*({budget for budget, _ in run.front()} for run in one.runs))
         values = [[value for budget, value in run.front() if budget in common] for run in one.runs]
-        color, marker = ((PALETTE[8], "o"), (PALETTE[5], "D"))[number % 2]
+        color, marker = ((PALETTE[8], "o"), (PALETTE[5], "D"), (PALETTE[3], "s"))[number % 3]
         low, high = np.min(values, axis=0), np.max(values, axis=0)
         ax.fill_between(sorted(common), low, high, color=color, alpha=0.15, linewidth=0)
         ax.plot(

@@ -168,11 +168,11 @@ def test_figures_of_the_fronts() -> None:
     import figures
 
     rows = run() + run(1, (88.0, 90.0, 92.0, 91.0, 92.0)) + run(sampling="random") + run(epochs=30)
-    rows += run(split="holdout") + run(model="mobilenetv2")
+    rows += run(split="holdout") + run(model="mobilenetv2") + run(model="mobilenetv2", transitions="statistics")
     found = figures.comparable(mixed_results.group(rows))
     assert {name: [(one.get("sampling"), one.get("epochs")) for one in each] for name, each in found.items()} == {
         "resnet20-432": [("hasb", 90), ("random", 90)],
-        "mobilenetv2-432": [("hasb", 90)],
+        "mobilenetv2-432": [("hasb", 90), ("hasb", 90)],
     }
     (ax,) = figures.fronts(found["resnet20-432"]).axes
     hasb, drawn, *starts = ax.lines

@@ -63,8 +63,9 @@ def test_end_to_end(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
     artifact = read_artifact(path)
     live, test = load(artifact), batched(*cifar10_data(folder, holdout=False, device=torch.device("cpu"))[1])
     assert artifact.sensitivity is not None
-    for row in rows:
-        set_bits(live, f"{row['budget']:.3g} bits")
+    assert list(artifact.plans) == ["2.0 bits", "2.5 bits", "3.0 bits", "3.5 bits", "4.0 bits"]
+    for row, name in zip(rows, artifact.plans, strict=True):
+        set_bits(live, name)
         assert row["top1"] == round(100 * accuracy(live, test), 2)
         assert row["average_bits"] <= row["budget"]
         assert set(row["plan"]) == set(artifact.layers)

@@ -88,7 +88,7 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         "float_top1": start.metrics["float_top1"],
         "top1": {str(b): v for b, v in top1.items()},
     }
-    plans = {f"{one.budgets['average_bits']:.3g} bits": one.plan for one in found}
+    plans = {_plan_name(one.budgets["average_bits"]): one.plan for one in found}
     save(model, artifact, metrics=metrics, plans=plans, sensitivity=sensitivity)
     if options.results is not None:
         others = changed if network == "resnet20" else {"model": network, **changed}
@@ -105,6 +105,11 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         top1=top1,
         test=test,
     )
+
+
+def _plan_name(budget: float) -> str:
+    """As the front's plans are named: "3.0 bits", "2.25 bits"."""
+    return f"{budget:.2f}".removesuffix("0") + " bits"
 
 
 def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
