@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,17 @@ CAPS: dict[Any, float] = {
     "relu": math.inf,
     "relu_": math.inf,
 }
+MAX_POOLS = (F.max_pool2d, torch.max_pool2d)
+POOL_ARGUMENTS = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+
+
+class MaxPool(NamedTuple):
+    """The windows of a max pool: rows and columns each."""
+
+    kernel: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
 
 
 def module_of(graph: fx.GraphModule, node: fx.Node) -> nn.Module:
@@ -44,6 +55,36 @@ def added(node: fx.Node, user: fx.Node) -> fx.Node | None:
 def relu_cap(graph: fx.GraphModule, node: fx.Node) -> float | None:
     """The upper bound of the ReLU that `node` is, None if it is none."""
     return CAPS.get(type(module_of(graph, node)) if node.op == "call_module" else node.target)
+
+
+def max_pool(graph: fx.GraphModule, node: fx.Node) -> MaxPool | None:
+    """The max pool that `node` is; None if it is none, or one of which more is asked than the largest of known windows.
+
+    Each window must hold a pixel: one of spread taps over the edge of a small image may not.
+    """
+    if not node.args:  # its input has a name
+        return None
+    if node.op == "call_module" and type(pool := module_of(graph, node)) is nn.MaxPool2d:
+        given = {name: getattr(pool, name) for name in POOL_ARGUMENTS}
+    elif node.op == "call_function" and node.target in MAX_POOLS:
+        given = dict(zip(POOL_ARGUMENTS, node.args[1:], strict=False)) | node.kwargs
+    else:
+        return None
+    kernel, stride = given.get("kernel_size"), given.get("stride")
+    pairs = [_pair(p) for p in (kernel, stride or kernel, given.get("padding", 0), given.get("dilation", 1))]
+    if given.get("ceil_mode") or given.get("return_indices") or not all(pairs):
+        return None
+    found = MaxPool(*pairs)
+    each = zip(*found, strict=True)
+    holds = all(min(k, s, d) > 0 and 0 <= 2 * p <= k and (p == 0 or d == 1) for k, s, p, d in each)
+    return found if holds else None
+
+
+def _pair(value: Any) -> list[int]:
+    """`value` for rows and for columns, nothing if it is not known before the model runs."""
+    values = list(value) if isinstance(value, tuple | list) else [value]
+    known = len(values) in (1, 2) and all(isinstance(v, int) for v in values)
+    return (values * 2)[:2] if known else []
 
 
 def insert_call(graph: fx.GraphModule, kind: str, module: nn.Module, args: tuple[Any, ...]) -> fx.Node:

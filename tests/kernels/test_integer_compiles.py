@@ -173,6 +173,32 @@ def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None
     assert ".shared" not in ptx
 
 
+def pooled(*, channels: int, taps: int) -> None:
+    from bitdial.kernels import triton_pool
+
+    x = torch.zeros(8, channels, 56, 56, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
+    size = (56 - taps + 2 * (taps // 2)) // 2 + 1
+    windows = ([taps, taps], [2, 2], [taps // 2, taps // 2], [1, 1])
+    triton_pool.max_pool(x, [8, channels, size, size], *windows)
+
+
+def test_pools_read_and_write_16_codes_at_once(assembly: list[str]) -> None:
+    for taps in (2, 3, 13):
+        pooled(channels=64, taps=taps)
+    for ptx in assembly:
+        assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
+        assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
+        assert ".shared" not in ptx
+    loads = [len(re.findall(r"ld\.global", ptx)) for ptx in assembly]
+    assert loads == [4, 9, 13]  # all taps of a small window at once, of a large one row by row
+
+
+@pytest.mark.parametrize("channels", [1, 3, 37])
+def test_pools_of_odd_channels_compile(assembly: list[str], channels: int) -> None:
+    pooled(channels=channels, taps=3)
+    assert "st.global.b8" in assembly[0]
+
+
 def test_codes_that_are_never_centred_do_not_pay_for_those_that_are(assembly: list[str]) -> None:
     for centred in (False, True):
         launch(channels=64, outputs=64, centred=centred)

@@ -2,14 +2,15 @@
 
 `fuse` traces the model (torch.fx) and puts two kinds of nodes into it. A LayerCall runs a layer, its norm, a residual
 addition, a ReLU, and the quantizers of up to two layers that read the result. A ValueCall does the same behind a float
-value: the model's input, a pool. Parameters, norms and widths stay in the model's own
-modules. Where a node meets something that the operators do not take, it runs the modules that it replaced.
+value: the model's input, a pool. A max pool between a call and quantizers alone is one of codes, where a kernel runs
+it. Parameters, norms and widths stay in the model's own modules. Where a node meets something that the operators do not
+take, it runs the modules that it replaced.
 """
 
 import logging
 import math
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,10 @@ from bitdial.exact import ExactLayer
 from bitdial.integer.float_layers import FixedPointPool
 from bitdial.integer.layers import IntegerLayer, IntegerNorm
 from bitdial.integer.shapes import KernelLayer
-from bitdial.kernels.integer import Outputs, run_finish
+from bitdial.kernels.integer import Outputs, missing_on, run_finish
+from bitdial.kernels.pool import run_max_pool
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.traced import added, insert_call, module_of, only_user, relu_cap
+from bitdial.traced import added, insert_call, max_pool, module_of, only_user, relu_cap
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +145,8 @@ def fuse(model: nn.Module) -> nn.Module:
         for node in list(graph.graph.nodes):
             if _is_quantizer(graph, node):
                 _move_quantizer(graph, node)
+        for node in list(graph.graph.nodes):
+            _pool_codes(graph, node)
     for node in list(graph.graph.nodes):
         if _calls(graph, node, Call):
             _leave_out_value(graph, node)
@@ -230,6 +234,32 @@ def _move_quantizer(graph: fx.GraphModule, node: fx.Node) -> None:
         return
 
 
+def _pool_codes(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Let the call that makes a value quantise it before `node`, if that is a max pool whose result only codes need.
+
+    These are by now made by one quantizer, or else have too many readers. Without the kernels the graph stays as it is:
+    to quantise more numbers takes longer there than pools of codes spare.
+    """
+    pool, user = max_pool(graph, node), only_user(node)
+    if pool is None or user is None or not _is_quantizer(graph, user) or not _is_value(graph, node.args[0]):
+        return
+    maker = cast(fx.Node, cast(fx.Node, node.args[0]).args[0])
+    call, behind = _call(graph, maker), _call(graph, user).readers
+    readers = tuple(dict.fromkeys((*call.readers, *behind)))
+    if len(readers) > MOST_READERS or missing_on(behind[0].quantizer.device) is not None:
+        return
+    call.readers = readers
+    for old in list(user.users):
+        reader = behind[cast(int, old.args[1]) - 1]
+        with graph.graph.inserting_before(old):
+            codes = graph.graph.call_function(operator.getitem, (maker, 1 + readers.index(reader)))
+            pooled = graph.graph.call_function(run_max_pool, (codes, *pool))
+        old.replace_all_uses_with(pooled)
+        graph.graph.erase_node(old)
+    graph.graph.erase_node(user)
+    graph.graph.erase_node(node)
+
+
 def _leave_out_value(graph: fx.GraphModule, node: fx.Node) -> None:
     """Tell a call whether its value is used, and drop what is not."""
     call = _call(graph, node)
@@ -241,7 +271,9 @@ def _leave_out_value(graph: fx.GraphModule, node: fx.Node) -> None:
             call.keep = True
 
 
-def _is_value(graph: fx.GraphModule, node: fx.Node) -> bool:
+def _is_value(graph: fx.GraphModule, node: object) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
     return node.target is operator.getitem and node.args[1:] == (0,) and _calls(graph, node.args[0], Call)
 
 
