@@ -189,6 +189,7 @@ def test_pools_read_and_write_16_codes_at_once(assembly: list[str]) -> None:
         assert set(re.findall(r"st\.global\S*", ptx)) == {"st.global.v4.b32"}
         assert set(re.findall(r"ld\.global\S*", ptx)) == {"ld.global.v4.b32"}
         assert ".shared" not in ptx
+        assert set(re.findall(r"mov\.u32 %r\d+, (0x\w+);", ptx)) == {"0x0"}  # other codes would fill one byte of four
     loads = [len(re.findall(r"ld\.global", ptx)) for ptx in assembly]
     assert loads == [4, 9, 13]  # all taps of a small window at once, of a large one row by row
 

@@ -53,6 +53,7 @@ def test_256_channels_are_one_step_where_there_is_enough_to_share(images: int, i
     assert default_tiles(geometry(256, 14, 1024), images * 14 * 14).inputs == inputs
     assert default_tiles(geometry(256, 14, 256, 3), images * 14 * 14).inputs == 128  # over the edge
     assert default_tiles(geometry(250, 14, 1024), images * 14 * 14).inputs == 128  # not all of them channels
+    assert default_tiles(geometry(256, 14, 1024), images * 14 * 14, centred=True).inputs == 128
 
 
 @pytest.mark.parametrize("channels, taps, stages", [(64, 1, 2), (256, 1, 3), (512, 1, 3), (64, 3, 4), (256, 3, 4)])

@@ -96,10 +96,11 @@ def steps_of(geometry: Geometry, inputs: int) -> int:
     return taps * -(-run_of(geometry) // inputs)
 
 
-def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False) -> Tiles:
+def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False, centred: bool = False) -> Tiles:
     """Tiles of a convolution of so many output pixels: those that should take the fewest clocks.
 
-    `heavy`: values are added to the sums or kept, which takes too many registers for large tiles.
+    `heavy`: values are added to the sums or kept, which takes too many registers for large tiles. `centred`: weights
+    may be 2 * w + 1, which takes too many for 256 channels at once.
     """
     inputs = power_of_2(run_of(geometry), 32, 128)
     widest = power_of_2(geometry.out_channels // geometry.groups, 16, 128)
@@ -110,7 +111,7 @@ def default_tiles(geometry: Geometry, pixels: int, *, heavy: bool = False) -> Ti
         return Tiles(64, inputs, min(widest, 64), 4, 4)
     wide = Tiles(64, 256, widest, 4, 3)
     enough = _programs(geometry, pixels, wide.pixels, wide.outputs) >= most_programs(wide)
-    if enough and _is_one_step_of(wide.inputs, geometry):
+    if enough and not centred and _is_one_step_of(wide.inputs, geometry):
         return wide
     choices = [tile for tile in TILES if tile[1] <= widest] or [(128, widest), (64, widest)]
     rows, outputs = min(choices, key=lambda tile: _clocks(geometry, pixels, tile[0], tile[1], inputs))

@@ -349,7 +349,7 @@ def convolve(
         )  # fmt: skip
         return outputs
     heavy = finish.other is not None or finish.keep
-    tiles = tiles or default_tiles(g, pixels, heavy=heavy)
+    tiles = tiles or default_tiles(g, pixels, heavy=heavy, centred=halves is not None)
     across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
     down = triton.cdiv(pixels, tiles.pixels)
     if steps_of(g, tiles.inputs) == 1:

@@ -42,7 +42,8 @@ def _max_pool(  # type: ignore[no-untyped-def]
             row, column = top + r * DILATION_H, left + s * DILATION_W
             inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
             at = ((first + row) * W + column)[:, None] * C + c[None, :]
-            largest = tl.maximum(largest, tl.load(x_ptr + at, mask=live & inside[:, None], other=-128))
+            x = tl.load(x_ptr + at, mask=live & inside[:, None], other=0)  # -128 would fill one byte of four only
+            largest = tl.maximum(largest, tl.where(inside[:, None], x, -128))
     tl.store(out_ptr + p[:, None] * C + c[None, :], largest, mask=live)
 
 
