@@ -91,12 +91,27 @@ def test_end_to_end(start: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"cutout": 99}, "--cutout 99: the images are 32 x 32"),
         ({"float_epochs": 2}, "trains no float model but a teacher's"),
         ({"bit_choices": (8, 2)}, r"the widths of .* are \(4, 3, 2\)"),
-        ({"scheme": "nested", "recalibrate": 3}, "--scheme, --recalibrate: not for a run that starts from a file"),
+        ({"scheme": "nested", "per_channel": False}, "--scheme, --per-channel: not for a run that starts from a file"),
     ],
 )
 def test_what_does_not_go_together(start: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RECIPES["cifar10-resnet20-mixed"](options(start, **changes))
+
+
+def test_statistics_may_be_estimated_anew_for_plans_and_widths(start: Path) -> None:
+    """Weights stay, the sets in use see new batches: as many for each plan that differs and each width."""
+    outcomes = [
+        RECIPES["cifar10-resnet20-mixed"](options(start, epochs=1, **more)) for more in ({}, {"recalibrate": 2})
+    ]
+    plain, anew = (outcome.model.state_dict() for outcome in outcomes)
+    changed = {name.rsplit(".", 1)[1] for name in plain if not torch.equal(plain[name], anew[name])}
+    assert changed == {"running_mean", "running_var", "num_batches_tracked"}
+    plans = set(read_artifact(outcomes[1].artifact).plans.values())
+    seen = sum(int(anew[f"bn1.sets.{bits}.num_batches_tracked"]) for bits in (4, 3, 2))  # the first has no pairs
+    assert seen == 2 * (len(plans) + 3)
+    rows = json.loads((start.parents[1] / "mixed.json").read_text())
+    assert [row.get("recalibrate") for row in rows] == [None] * 5 + [2] * 5
 
 
 @pytest.mark.parametrize("transitions", ["statistics", "none"])

@@ -265,6 +265,38 @@ def test_recalibrated_statistics_are_the_plain_mean(setting: Any, trained: nn.Mo
     assert not any(module.training for module in trained.modules())
 
 
+def test_settings_take_turns(trained: nn.Module, make_images: MakeImages) -> None:
+    """A set averages the batches of all settings that use it: here those of 4 bits everywhere and of a plan."""
+    batches = [make_images(10, seed=40 + i)[0] for i in range(5)]
+    parts = [statistics(trained, batches[i::3], setting) for i, setting in enumerate((4, MIXED, 2))]
+    chosen = []
+    for setting in (4, MIXED, 2):
+        set_bits(trained, setting)
+        chosen.append({name: str(getattr(trained, name).bits) for name in ("norm0", "norm1")})
+    set_bits(trained, 8)
+    recalibrate_norms(trained, iter(batches), [4, MIXED, 2])
+    for name in ("norm0", "norm1"):
+        for key in {one[name] for one in chosen}:
+            using = [i for i in range(3) if chosen[i][name] == key]
+            counts = [len(batches[i::3]) for i in using]
+            own = getattr(trained, name).sets[key]
+            mean = sum(parts[i][name][0] * n for i, n in zip(using, counts, strict=True)) / sum(counts)
+            torch.testing.assert_close(own.running_mean, mean, rtol=1e-4, atol=1e-4)
+            assert int(own.num_batches_tracked) == sum(counts)
+    assert len({one["norm1"] for one in chosen}) < 3, "or no set is used by two settings"
+    assert set(get_bits(trained).values()) == {(8, 8)}
+
+
+@pytest.mark.parametrize(("settings", "words"), [([4, 2, 8], "2 batches for 3 settings"), ([], "at least one setting")])
+def test_each_setting_needs_a_batch(
+    settings: list[Any], words: str, trained: nn.Module, make_images: MakeImages
+) -> None:
+    before = {n: v.clone() for n, v in trained.state_dict().items()}
+    with pytest.raises(TrainingError, match=words):
+        recalibrate_norms(trained, [make_images(8, seed=i)[0] for i in range(2)], settings)
+    assert [n for n, v in trained.state_dict().items() if not torch.equal(v, before[n])] == []
+
+
 def test_recalibrating_again_forgets_the_first_time(trained: nn.Module, make_images: MakeImages) -> None:
     recalibrate_norms(trained, [make_images(10, seed=1)[0]], 4)
     first = trained.norm1.sets["4"].running_mean.clone()

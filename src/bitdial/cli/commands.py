@@ -162,7 +162,8 @@ def _train_command(train: argparse.ArgumentParser) -> None:
         "--recalibrate",
         type=positive,
         metavar="N",
-        help="estimate norm statistics anew from N training batches at each width, at the end (default: they stay)",
+        help="estimate norm statistics anew at the end, from N training batches at each width and searched plan "
+        "(default: they stay)",
     )
     joint.add_argument(
         "--cutout", type=positive, metavar="PIXELS", help="blank a square of this side in each image (default: none)"

@@ -1,5 +1,6 @@
 """Mixed precision on CIFAR-10: from a multi-precision file to a supernet, searched plans and their accuracy."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, re
 from bitdial.runtime import load_trainable
 from bitdial.search import Candidate, candidates, evaluate_plans, require_highspy
 from bitdial.sensitivity import Sensitivity
-from bitdial.train import TrainConfig, accuracy, batched, evaluate, train
+from bitdial.train import TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
 
 LR = 1e-4
 IMAGES = 1000  # for the Hessian traces
 BUDGETS = 25  # average bits, from the lowest to the highest width
-_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "recalibrate", "history")
+_OF_THE_FILE = ("scheme", "ties", "per_channel", "start", "scale_gradient", "history")
 
 
 def cifar10_resnet20_mixed(options: RecipeOptions) -> RecipeOutcome:
@@ -69,9 +70,10 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         before = load_trainable(start).to(device)
         sensitivity = start.sensitivity or _sensitivity(before, images, options)
         model = before if options.transitions == "none" else add_transitions(before, options.transitions)
+        data = augmented(images, settings["batch"], options.seed, cutout=options.cutout)
         history = train(
             model,
-            augmented(images, settings["batch"], options.seed, cutout=options.cutout),
+            data,
             config,
             teacher=_teacher(network, options, images, settings),
             sensitivity=sensitivity,
@@ -80,6 +82,11 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         )
     found = _search(model, sensitivity, images, start.bit_choices, options.progress)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        if settings["recalibrate"]:
+            plans_and_widths = [*dict.fromkeys(one.plan for one in found), *start.bit_choices]
+            several = itertools.chain.from_iterable(data.batches(epoch) for epoch in itertools.count(config.epochs))
+            batches = itertools.islice(several, settings["recalibrate"] * len(plans_and_widths))
+            recalibrate_norms(model, (batch.inputs for batch in batches), plans_and_widths)
         top1 = evaluate(model, test, start.bit_choices)
         measured = evaluate_plans(model, found, test, accuracy, progress=options.progress)
     metrics = {

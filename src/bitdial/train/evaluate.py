@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
 from bitdial.observe import INPUTS_ALONE, Batch, call, evaluating, label_problem, pairs
-from bitdial.plan import BitPlan, LayerBits, at_bits, listed, unwrap
+from bitdial.plan import BitPlan, LayerBits, at_bits, listed, set_bits, unwrap
 from bitdial.train.data import check_samples
 
 
@@ -62,32 +62,47 @@ def batched(inputs: Tensor, targets: Tensor, batch_size: int = 256) -> list[tupl
 
 
 def recalibrate_norms(
-    model: nn.Module, batches: Tensor | dict[str, Any] | Iterable[Batch], plan: LayerBits | BitPlan | str
+    model: nn.Module,
+    batches: Tensor | dict[str, Any] | Iterable[Batch],
+    plan: LayerBits | BitPlan | str | list[Any],
 ) -> None:
     """Re-estimate in place the batch-norm statistics in use at `plan`, as the plain average over `batches`.
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. A tensor or dict by itself
-    is one batch. Only the sets that `plan` selects change; weights, scales and other sets stay. After an error all
-    statistics are what they were. Use it for a setting that was not trained, such as a plan or weight bits that differ
-    from activation bits.
+    is one batch. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
+    sees. Only the sets that are used change; weights, scales and other sets stay. After an error all statistics are
+    what they were. Use it for settings that were not trained, or seldom: plans, or weight bits that differ from
+    activation bits.
     """
+    settings = plan if isinstance(plan, list) else [plan]
     several: Iterator[Batch] = iter([batches] if isinstance(batches, Tensor | dict) else batches)
     first = next(several, None)
-    if first is None:
-        raise TrainingError("recalibrate_norms needs at least one batch")
-    with at_bits(model, plan), evaluating(model):
-        norms = {n: m.active for n, m in unwrap(model).named_modules() if isinstance(m, SwitchableBatchNorm)}
-        if not norms:
-            raise TrainingError("the model has no switchable batch norm to recalibrate")
-        if any(getattr(norm, "statistics_are_fixed", False) for norm in norms.values()):
+    if first is None or not settings:
+        raise TrainingError(f"recalibrate_norms needs at least one {'batch' if settings else 'setting'}")
+    norms: dict[nn.Module, str] = {}
+    for setting in settings:
+        with at_bits(model, setting):
+            norms |= _norms_in_use(model)
+    with at_bits(model, settings[0]), evaluating(model), _averaging(norms):
+        for number, batch in enumerate(itertools.chain([first], several), start=1):
+            _check_inputs(batch, number, first)
+            set_bits(model, settings[(number - 1) % len(settings)])
+            call(model, batch)
+        if number < len(settings):
             raise TrainingError(
-                "the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')"
+                f"{number} batches for {len(settings)} settings: each needs one at least. All statistics stay"
             )
-        with _averaging(norms.values()):
-            for number, batch in enumerate(itertools.chain([first], several), start=1):
-                _check_inputs(batch, number, first)
-                call(model, batch)
-            _check_statistics(norms)
+        _check_statistics(norms)
+
+
+def _norms_in_use(model: nn.Module) -> dict[nn.Module, str]:
+    """The sets of switchable norms that the present setting selects, and the names of the norms."""
+    norms = {n: m for n, m in unwrap(model).named_modules() if isinstance(m, SwitchableBatchNorm)}
+    if not norms:
+        raise TrainingError("the model has no switchable batch norm to recalibrate")
+    if any(getattr(norm.active, "statistics_are_fixed", False) for norm in norms.values()):
+        raise TrainingError("the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')")
+    return {norm.active: name for name, norm in norms.items()}
 
 
 @contextmanager
@@ -121,8 +136,8 @@ def _check_inputs(batch: Batch, number: int, first: Batch) -> None:
         raise QuantizationError(f"batch {number} holds NaN or infinity; check the inputs. All statistics stay")
 
 
-def _check_statistics(norms: Mapping[str, nn.Module]) -> None:
-    for name, norm in norms.items():
+def _check_statistics(norms: Mapping[nn.Module, str]) -> None:
+    for norm, name in norms.items():
         if not all(bool(torch.isfinite(part).all()) for part in norm.buffers()):
             raise QuantizationError(
                 f"norm {name!r}: its new statistics hold NaN or infinity; check the batches and the weights of the "
