@@ -213,9 +213,14 @@ class ExactAvgPool2d(nn.AvgPool2d):
 class ExactAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
     """Adaptive average pooling in fixed point."""
 
+    @property
+    def is_global(self) -> bool:
+        """Whether each image becomes one pixel."""
+        return self.output_size in (1, (1, 1))
+
     def forward(self, input: Tensor) -> Tensor:
         """The rounded quotient of an exact sum."""
-        return _pool(mean_of_images if self.output_size in (1, (1, 1)) else super().forward, input)
+        return _pool(mean_of_images if self.is_global else super().forward, input)
 
 
 def _pool(average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

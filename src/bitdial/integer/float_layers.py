@@ -101,7 +101,7 @@ class FixedPointPool(ExactAdaptiveAvgPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rounded quotient of an exact sum."""
-        if self.output_size not in (1, (1, 1)) or input.dim() != 4 or input.dtype != torch.float32:
+        if not self.is_global or input.dim() != 4 or input.dtype != torch.float32:
             return super().forward(input)
         return run_mean(input, pool_bits(input))
 
