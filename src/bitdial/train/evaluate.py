@@ -72,7 +72,7 @@ def recalibrate_norms(
     is one batch. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
     sees. Only the sets that are used change; weights, scales and other sets stay. After an error all statistics are
     what they were. Use it for settings that were not trained, or seldom: plans, or weight bits that differ from
-    activation bits.
+    activation bits; with batches as in training, augmented if they were.
     """
     settings = plan if isinstance(plan, list) else [plan]
     several: Iterator[Batch] = iter([batches] if isinstance(batches, Tensor | dict) else batches)
