@@ -101,6 +101,24 @@ def test_tiles_for_many_pixels_for_few_and_for_many_terms(
     assert torch.equal(made(x), exact(x))
 
 
+@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.parametrize(("largest", "launches"), [(14 * 15 * 3, 1), (14 * 15 * 3 - 1, 0)])
+def test_samples_of_more_blocks_than_a_gpu_takes_fall_back(
+    largest: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitdial.kernels import triton_fixed_point
+
+    calls, convolve = [], triton_fixed_point.convolve
+    monkeypatch.setattr(
+        triton_fixed_point, "convolve", lambda *given, **more: calls.append(1) or convolve(*given, **more)
+    )
+    monkeypatch.setattr(fixed_point, "LARGEST_SAMPLE", largest)
+    exact, made = pair(nn.Conv2d(**CONVS["stem"]))
+    x = randn(3, 3, 9, 8, seed=1)  # 15 x 14 with zeros around
+    assert torch.equal(made(x), exact(x))
+    assert len(calls) == launches
+
+
 def test_what_follows() -> None:
     exact, made = pair(nn.Conv2d(**CONVS["3x3"]))
     norm = ExactBatchNorm(7).to(DEVICE)

@@ -25,6 +25,7 @@ from bitdial.kernels.integer import (
 from bitdial.kernels.integer_sums import output_shape
 
 NO_DILATION = [1, 1]
+LARGEST_SAMPLE = 65535 * 1024  # numbers that the kernel can round: blocks of 1,024, of which a GPU takes so many
 CHUNK_NUMBERS = 1 << 18  # float64 numbers of windows at a time, 2 MB: they stay in a cache
 
 
@@ -51,7 +52,8 @@ def fixed_point_conv2d(
     """
     sizes = output_shape(x, weight, stride, padding, NO_DILATION)
     surrounded = math.prod(size + 2 * zeros for size, zeros in zip(x.shape, (0, 0, *padding), strict=True))
-    if missing_on(x.device) is None and x.numel() and 0 < max(surrounded, math.prod(sizes)) < INDEXABLE:
+    fits = 0 < max(surrounded, math.prod(sizes)) < INDEXABLE and surrounded <= LARGEST_SAMPLE * x.shape[0]
+    if missing_on(x.device) is None and x.numel() and fits:
         from bitdial.kernels import triton_fixed_point as kernels
         from bitdial.kernels.integer_tiles import Geometry
         from bitdial.kernels.triton_finish import Finish
@@ -90,7 +92,7 @@ def _(
 @torch.library.custom_op("bitdial::sample_powers", mutates_args=())
 def sample_powers(x: Tensor, bits: int) -> Tensor:
     """1 / power and power (2, N) of the samples of the float32 x (N, ...) in fixed point of so many bits."""
-    if missing_on(x.device) is not None or not x.numel():
+    if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
         return _powers_by_torch(x, bits)
     from bitdial.kernels import triton_powers as kernels
 
@@ -108,7 +110,7 @@ def _(x: Tensor, bits: int) -> Tensor:
 @torch.library.custom_op("bitdial::fixed_point_mean", mutates_args=())
 def fixed_point_mean(x: Tensor, powers: Tensor) -> Tensor:
     """The mean (N, C, 1, 1) of each image of the float32 x (N, C, H, W), rounded to fixed point of these powers."""
-    if missing_on(x.device) is not None or not x.numel():
+    if missing_on(x.device) is not None or not 0 < x.numel() < INDEXABLE:
         return _mean_by_torch(x, powers)
     from bitdial.kernels import triton_powers as kernels
 
