@@ -9,7 +9,8 @@ border between two codes may land on either side. Here every sum is a sum of int
   B bits times the smallest power of two that fits, one for each sample of the input and one for the whole weight. B is
   the most that keeps sums of `terms` products below 2^53, at most 24: floor((52 - ceil(log2 terms)) / 2) for a float
   layer, 43 - ceil(log2 terms) beside integer weights, and for a pool 52 - ceil(log2 of the image's pixels), not capped.
-  A float layer so rounded is about as precise as float32 at 64 terms, and ten times coarser at thousands;
+  A float layer so rounded is about as precise as float32 at 64 terms, and ten times coarser at thousands. A sample that
+  holds NaN or infinity becomes NaN throughout;
 - what follows is float32, one rounding per operation, in this order:
 
       y = float32(sum) * float32(act_scale * weight_step)      per channel

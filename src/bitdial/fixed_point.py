@@ -7,7 +7,8 @@ from torch import Tensor
 def fixed_point(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor, Tensor]:
     """`x` as integers of at most `bits` bits (held in float64) times a power of two: returns (integers, power).
 
-    The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts.
+    The power is the smallest that fits, for each sample (dimension 0) or for the whole tensor; it broadcasts. Where a
+    number is NaN or infinite it is NaN.
     """
     inverse, power = fixed_point_powers(x, bits, by_sample=by_sample)
     return (x.double() * inverse).round_(), power
@@ -19,7 +20,8 @@ def fixed_point_powers(x: Tensor, bits: int, *, by_sample: bool) -> tuple[Tensor
     largest = (x.abs().amax(dim=dims, keepdim=True) if dims else x.abs()).double()
     exponent = (largest.view(torch.int64) >> 52) - 1022  # of float64: largest < 2**exponent
     exponent = torch.where(largest > 0, exponent, 0) - bits
-    return power_of_two(-exponent), power_of_two(exponent)
+    power = torch.where(largest.isfinite(), power_of_two(exponent), torch.nan)
+    return power_of_two(-exponent), power
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ MEAN_PIXELS, MEAN_CHANNELS = 16, 64
 
 @triton.jit
 def _store_powers(largest, bits, powers_ptr, sample, samples):  # type: ignore[no-untyped-def]
-    """1 / power and power of a sample whose largest number has the bit pattern `largest`."""
+    """1 / power and power of a sample whose largest number has the bit pattern `largest`; NaN if it is not finite."""
     wide = largest.to(tl.float32, bitcast=True).to(tl.float64)
     exponent = (wide.to(tl.int64, bitcast=True) >> 52) - 1022
     exponent = tl.where(wide > 0, exponent, 0) - bits
     tl.store(powers_ptr + sample, ((1023 - exponent) << 52).to(tl.float64, bitcast=True))
-    tl.store(powers_ptr + samples + sample, ((1023 + exponent) << 52).to(tl.float64, bitcast=True))
+    power = ((1023 + exponent) << 52).to(tl.float64, bitcast=True)
+    tl.store(powers_ptr + samples + sample, tl.where(wide < float("inf"), power, float("nan")))
 
 
 @triton.jit
