@@ -131,33 +131,14 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
         assert multiply_adds == OF_A_QUOTIENT * roundings
 
 
-def launch_float_layer(kernels: Any) -> None:
-    from bitdial.kernels.triton_finish import Finish
+def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
+    from bitdial.kernels import triton_finish, triton_fixed_point
 
     x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
     geometry = Geometry.of(x, weight, (2, 2), (3, 3), (1, 1), 1)
-    finish = Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
-    kernels.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
-
-
-def test_first_layers_kept_in_float_run_on_int8_tensor_cores(assembly: list[str]) -> None:
-    """Nine products of digits; a window's row comes 8 bytes at a time, as far as a stride of two pixels moves it."""
-    from bitdial.kernels import triton_digits
-
-    launch_float_layer(triton_digits)
-    images, filters, product = assembly
-    assert len(re.findall(r"wgmma\.mma_async\S*m64n64k32\.s32\.s8\.s8", product)) % 9 == 0
-    assert "wgmma" in product
-    assert set(re.findall(r"cp\.async\S* \[.*?\], \[.*?\], (\S+),", product)) <= {"0x8", "0x10"}
-    assert set(re.findall(r"st\.global\S*", images + filters)) == {"st.global.b32"}
-    assert not any("fma.rn.f64" in ptx or ".ftz" in ptx for ptx in assembly)
-
-
-def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
-    from bitdial.kernels import triton_fixed_point
-
-    launch_float_layer(triton_fixed_point)
+    finish = triton_finish.Finish(torch.zeros(2, 64), None, math.inf, torch.zeros(5), None, True)
+    triton_fixed_point.convolve(x, weight, powers, powers[0, :1], None, finish, geometry)
     rounding, product = assembly
     assert re.search(r"mma\.sync\.\S*\.f64\.f64\.f64\.f64", product)
     assert not any("fma.rn.f64" in ptx or ".ftz" in ptx for ptx in (rounding, product))

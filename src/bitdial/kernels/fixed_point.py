@@ -48,14 +48,13 @@ def fixed_point_conv2d(
     """The convolution of the float32 x (N, C, H, W), rounded to fixed point, and what follows it.
 
     `powers` (2, N) are 1 / power and power of each sample, `weight` (K, R, S, C) whole numbers, `weight_power` (1,)
-    their power: all float64, of as many bits as `bitdial.exact` gives a layer of so many terms. The rest as for
-    `integer_conv2d`.
+    their power: all float64. The rest as for `integer_conv2d`.
     """
     sizes = output_shape(x, weight, stride, padding, NO_DILATION)
     surrounded = math.prod(size + 2 * zeros for size, zeros in zip(x.shape, (0, 0, *padding), strict=True))
     fits = 0 < max(surrounded, math.prod(sizes)) < INDEXABLE and surrounded <= LARGEST_SAMPLE * x.shape[0]
     if missing_on(x.device) is None and x.numel() and fits:
-        from bitdial.kernels import triton_digits, triton_fixed_point
+        from bitdial.kernels import triton_fixed_point as kernels
         from bitdial.kernels.integer_tiles import Geometry
         from bitdial.kernels.triton_finish import Finish
 
@@ -63,7 +62,6 @@ def fixed_point_conv2d(
         steps, zeros = ((s[0], s[1]) for s in (stride, padding))
         geometry = Geometry.of(x, weight, steps, zeros, (1, 1), 1)
         finish = Finish(norm, like(other, sizes), cap, first, second, keep)
-        kernels = triton_digits if triton_digits.serves(geometry, x.shape[0]) else triton_fixed_point
         with torch.cuda.device_of(x):
             return filled(kernels.convolve(x, weight, powers, weight_power, bias, finish, geometry), x.device)
     y = _values(x, weight, powers, weight_power, stride, padding, sizes)

@@ -45,41 +45,6 @@ def _round(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish_values(  # type: ignore[no-untyped-def]
-    y,
-    p,
-    k,
-    live,
-    K: tl.constexpr,
-    bias_ptr,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
-    value_ptr,
-    codes_ptr,
-    more_ptr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """What follows the values y of pixels p, of which those are `live`, and channels k."""
-    channel = k[None, :]
-    used = channel < K
-    if bias_ptr is not None:
-        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
-    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
-    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
-    multiplier, offset = y, y
-    if norm_ptr is not None:
-        multiplier = tl.load(norm_ptr + channel, mask=used, other=0.0)
-        offset = tl.load(norm_ptr + K + channel, mask=used, other=0.0)
-    _finish_tile(
-        y, p[:, None] * K + channel, live[:, None] & used, norm_ptr, multiplier, offset, other_ptr, first, second,
-        value_ptr, codes_ptr, more_ptr, CAP, LIMIT,
-    )  # fmt: skip
-
-
-@triton.jit
 def _convolve_fixed_point(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
@@ -129,9 +94,19 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
         sums = tl.dot(x, w, sums, input_precision="ieee", out_dtype=tl.float64)
     y = sums * tl.load(powers_ptr + images + image)[:, None] * tl.load(weight_power_ptr)
     y = y.to(tl.float32)
-    _finish_values(
-        y, p, k, live, K, bias_ptr, norm_ptr, other_ptr, first_ptr, second_ptr, value_ptr, codes_ptr, more_ptr, CAP,
-        LIMIT,
+    channel = k[None, :]
+    used = channel < K
+    if bias_ptr is not None:
+        y = y + tl.load(bias_ptr + channel, mask=used, other=0.0)
+    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
+    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
+    multiplier, offset = y, y
+    if norm_ptr is not None:
+        multiplier = tl.load(norm_ptr + channel, mask=used, other=0.0)
+        offset = tl.load(norm_ptr + K + channel, mask=used, other=0.0)
+    _finish_tile(
+        y, p[:, None] * K + channel, live[:, None] & used, norm_ptr, multiplier, offset, other_ptr, first, second,
+        value_ptr, codes_ptr, more_ptr, CAP, LIMIT,
     )  # fmt: skip
 
 
