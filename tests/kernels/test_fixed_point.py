@@ -88,7 +88,7 @@ def test_linear_layers(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
-@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize("layer", [nn.Conv2d(3, 40, 7, 2, 3), nn.Conv2d(1, 6, 3), nn.Linear(300, 20)], ids=str)
 def test_tiles_for_many_pixels_for_few_and_for_many_terms(
     layer: nn.Module, processors: int, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +97,7 @@ def test_tiles_for_many_pixels_for_few_and_for_many_terms(
 
     monkeypatch.setattr(triton_fixed_point, "PROCESSORS", processors)
     exact, made = pair(copy.deepcopy(layer))
-    x = randn(19, 300, seed=9) if isinstance(layer, nn.Linear) else randn(2, exact.in_channels, 25, 24, seed=9)
+    x = randn(19, 300, seed=9) if isinstance(layer, nn.Linear) else randn(4, exact.in_channels, 25, 24, seed=9)
     assert torch.equal(made(x), exact(x))
 
 

@@ -113,16 +113,17 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
 def default_tiles(geometry: Geometry, pixels: int) -> Tiles:
     """Tiles of a convolution of so many output pixels.
 
-    Those that were the quickest on an H200 for the first layer of a ResNet, in two sizes, and for its last, of which
+    Those that were the quickest on an H200 for the first layer of a ResNet, in three sizes, and for its last, of which
     there is little to share among the processors: many terms, few pixels.
     """
     terms = geometry.rows * geometry.columns * geometry.channels
     if terms >= DEEP and pixels <= FEW_PIXELS:
         return Tiles(16, 128, 16, 2, 3)
     outputs = 32 if geometry.out_channels <= 32 else 64
-    if triton.cdiv(pixels, 64) * triton.cdiv(geometry.out_channels, outputs) < 2 * PROCESSORS:
+    programs = triton.cdiv(pixels, 64) * triton.cdiv(geometry.out_channels, outputs)
+    if programs < 2 * PROCESSORS:
         return Tiles(32, 16 if terms <= 16 else 32, outputs, 4, 2)
-    return Tiles(64, 16, outputs, 4, 3)
+    return Tiles(64 if programs < 8 * PROCESSORS else 128, 16, outputs, 4, 3)
 
 
 def convolve(
