@@ -156,10 +156,12 @@ def check_against(path: Path, live: nn.Module, x: Tensor) -> int:
     exact, others = code_exact(live), 0
     met: set[str] = set()
     same_input: dict[tuple[int, float, int], str] = {}
+    alive: list[Tensor] = []  # so that no two inputs have had the same address
 
     def follow(layer: PackedLayer, arguments: tuple[Tensor]) -> tuple[Tensor]:
         nonlocal others
         values = arguments[0]
+        alive.append(values)
         scale, zero_point = layer.act_parameters()
         key = values.data_ptr(), float(scale), layer.act_bits
         call = same_input.setdefault(key, _unmet(f"{layer.name}.input_codes", met))  # equal quantizers become one
