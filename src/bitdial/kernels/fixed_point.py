@@ -152,26 +152,33 @@ def _values(
     padding: list[int],
     sizes: list[int],
 ) -> Tensor:
-    """The sums as float32 numbers of shape `sizes`, channels last; chunk by chunk, a matrix product each."""
+    """The sums as float32 numbers of shape `sizes`, channels last; chunk by chunk, a matrix product each.
+
+    Input and weight are multiplied by their powers of two before, which changes no sum but its exponent.
+    """
     samples, outputs, height, width = sizes
     (top, left), (_, rows, columns, channels) = padding, weight.shape
-    integers = (x.double() * powers[0].view(-1, 1, 1, 1)).round_().permute(0, 2, 3, 1)
-    integers = F.pad(integers, (0, 0, left, left, top, top)).contiguous()
-    image, line, pixel, _ = integers.stride()
+    inverse, power = powers.view(2, -1, 1, 1, 1)
+    rounded = (x.double() * inverse).round_().permute(0, 2, 3, 1)
+    rounded = F.pad(rounded, (0, 0, left, left, top, top)).contiguous().mul_(power)
+    image, line, pixel, _ = rounded.stride()
     # A window is as many pieces of memory as the filter has rows.
-    windows = integers.as_strided(
+    windows = rounded.as_strided(
         (samples, height, width, rows, columns * channels), (image, stride[0] * line, stride[1] * pixel, line, 1)
     )
-    filters = weight.reshape(outputs, -1).t()
-    factors = (powers[1] * weight_power).view(-1, 1, 1, 1)  # powers of two: exact
+    filters = weight.reshape(outputs, -1).t() * weight_power
     y = x.new_empty((samples, height, width, outputs))
     of_a_line = width * filters.shape[0]
     lines = max(1, min(height, CHUNK_NUMBERS // of_a_line)) if x.device.type == "cpu" else height
     together = max(1, CHUNK_NUMBERS // (height * of_a_line) if x.device.type == "cpu" else samples)
+    held = rounded.new_empty((min(together, samples) * lines * width, filters.shape[0]))
+    sums = rounded.new_empty((held.shape[0], outputs))
     for sample in range(0, samples, together):
-        some = slice(sample, sample + together)
         for first in range(0, height, lines):
-            part = windows[some, first : first + lines]
-            sums = (part.reshape(-1, filters.shape[0]) @ filters).view(*part.shape[:3], outputs)
-            y[some, first : first + lines] = sums.mul_(factors[some])
+            some = slice(sample, sample + together), slice(first, first + lines)
+            part, target = windows[some], y[some]
+            count = part[..., 0, 0].numel()
+            held[:count].view(part.shape).copy_(part)
+            torch.mm(held[:count], filters, out=sums[:count])
+            target.copy_(sums[:count].view(target.shape))
     return y.permute(0, 3, 1, 2)
