@@ -89,16 +89,25 @@ def test_linear_layers(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
 @pytest.mark.parametrize("processors", [1, 2, 132])
-@pytest.mark.parametrize("layer", [nn.Conv2d(3, 40, 7, 2, 3), nn.Conv2d(1, 6, 3), nn.Linear(300, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("layer", "pixels"),
+    [(nn.Conv2d(3, 40, 7, 2, 3), (128, 64, 32)), (nn.Conv2d(1, 6, 3), (128, 128, 32)), (nn.Linear(300, 20), (16,) * 3)],
+    ids=str,
+)
 def test_tiles_for_many_pixels_for_few_and_for_many_terms(
-    layer: nn.Module, processors: int, monkeypatch: pytest.MonkeyPatch
+    layer: nn.Module, pixels: tuple[int, ...], processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bitdial.kernels import triton_fixed_point
 
+    sizes, chosen = [], triton_fixed_point.default_tiles
     monkeypatch.setattr(triton_fixed_point, "PROCESSORS", processors)
+    monkeypatch.setattr(
+        triton_fixed_point, "default_tiles", lambda *given: sizes.append(chosen(*given).pixels) or chosen(*given)
+    )
     exact, made = pair(copy.deepcopy(layer))
     x = randn(19, 300, seed=9) if isinstance(layer, nn.Linear) else randn(4, exact.in_channels, 25, 24, seed=9)
     assert torch.equal(made(x), exact(x))
+    assert sizes == [dict(zip((1, 2, 132), pixels, strict=True))[processors]]
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
@@ -121,10 +130,11 @@ def test_samples_of_more_blocks_than_a_gpu_takes_fall_back(
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of what the test is about
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", CONVS)
+@pytest.mark.parametrize("name", [*CONVS, "windows without a pixel"])
 def test_a_sample_that_is_not_finite_becomes_nan(name: str, bad: float) -> None:
     """All of it, and no other sample."""
-    exact, made = pair(nn.Conv2d(**CONVS[name]))
+    outside = {"in_channels": 3, "out_channels": 5, "kernel_size": 2, "padding": 2}
+    exact, made = pair(nn.Conv2d(**CONVS.get(name, outside)))
     x = randn(3, exact.in_channels, 9, 8, seed=11)
     x[1, 0, 4, 4] = bad
     got, expected = made(x), exact(x)
@@ -208,6 +218,19 @@ def test_means_of_images(channels: int, height: int, width: int) -> None:
         got, expected = made(images), exact(images)
         assert got.shape == expected.shape
         assert torch.equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of what the test is about
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_means_of_a_sample_that_is_not_finite(bad: float) -> None:
+    exact = nn.Sequential(ExactAdaptiveAvgPool2d(1))
+    made = copy.deepcopy(exact)
+    to_integer(made)
+    x = randn(3, 4, 5, 5, seed=12)
+    x[1, 2, 3, 3] = bad
+    for got in (made(x), exact(x)):
+        assert got.isnan().all(dim=(1, 2, 3)).tolist() == [False, True, False]
+    assert torch.equal(made(x)[::2], exact(x)[::2])
 
 
 def test_a_mean_is_the_rounded_quotient() -> None:
