@@ -36,10 +36,11 @@ from timing import Call, add_arguments, medians, repeated, significant, write_re
 from torch import Tensor, nn
 
 from bitdial import build_model
-from bitdial.kernels import integer, triton_integer
-from bitdial.kernels.integer_sums import PAD_CODES
-from bitdial.kernels.integer_tiles import Geometry, Tiles, default_tiles, power_of_2
-from bitdial.kernels.triton_finish import Finish
+from bitdial.kernels import integer_ops as integer
+from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.triton.inference import integer as triton_integer
+from bitdial.kernels.triton.inference.epilogue import Finish
+from bitdial.kernels.triton.inference.tiles import Geometry, Tiles, default_tiles, power_of_2
 
 ROTATED_BYTES = 128 << 20  # of a layer's inputs
 MOST_COPIES = 32

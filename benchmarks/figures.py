@@ -26,7 +26,7 @@ from paper_numbers import Widths
 from results_page import RESULTS, ROOT, is_plain, matches
 
 from bitdial.errors import BitdialError, MissingDependencyError
-from bitdial.plots import GREY, MARKERS, PALETTE, STYLE, WIDTH, to_png
+from bitdial.report.plots import GREY, MARKERS, PALETTE, STYLE, WIDTH, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +81,7 @@ def _rank(found: dict[str, Run]) -> tuple[object, ...]:
 
 
 def styled(draw: "Callable[[], Figure]", path: Path) -> None:
-    """Write what `draw` draws in the style of bitdial.plots."""
+    """Write what `draw` draws in the style of bitdial.report.plots."""
     try:
         from matplotlib import style
         from PIL import Image  # comes with matplotlib

@@ -29,8 +29,8 @@ from timing import add_arguments, copy_speed, medians, repeated, write_record
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.layouts import pack_words, packed_fields
-from bitdial.kernels.packed import PackedWeight
+from bitdial.kernels.packed_ops import PackedWeight
+from bitdial.kernels.word_layout import pack_words, packed_fields
 
 HEADLINE = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672)]
 SHAPES = [(2048, 2048), (2048, 8192), *HEADLINE]
@@ -72,7 +72,7 @@ def with_settings(weight: PackedWeight, bits: int, settings: Any) -> Layer:
     """Our layer by its op, or with chosen settings."""
     if settings is None:
         return lambda x: weight.linear(x, bits)
-    from bitdial.kernels import triton_linear
+    from bitdial.kernels.triton.packed import linear as triton_linear
 
     centred = bf.scheme_of(weight.scheme).offset == 0.5
     return lambda x: triton_linear.linear(
@@ -232,7 +232,7 @@ def headline(rows: list[dict[str, Any]], shapes: list[tuple[int, int]]) -> dict[
 
 def few_candidates(text: str | None) -> list[Any]:
     """Settings to try; `text` as "row_tiles,warps,splits,ahead,stages,registers ..." names others."""
-    from bitdial.kernels.triton_linear import FewSettings
+    from bitdial.kernels.triton.packed.linear import FewSettings
 
     if text is None:
         text = ("1,8,1,1,1,0 1,8,1,0,1,0 1,4,1,1,1,0 1,4,1,0,1,0 1,16,1,1,1,0 1,8,1,0,3,0 1,4,1,0,3,0 1,4,1,0,4,0 "

@@ -15,8 +15,8 @@ import result_rows
 from paper_numbers import Widths
 from result_rows import Cells, Row, WrongRows, mean, signed, table
 
-from bitdial.search import mean_accuracy
-from bitdial.search.correlation import spearman
+from bitdial.planning import mean_accuracy
+from bitdial.planning.correlation import spearman
 
 FILES = ("cifar10-resnet20-mixed.json", "cifar10-mobilenetv2-mixed.json")
 MODELS = {"resnet20": "ResNet20", "mobilenetv2": "MobileNetV2"}

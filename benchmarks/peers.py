@@ -12,7 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from bitdial.prepare import swap_modules
+from bitdial.nn.swap import swap_modules
 
 GET_BREVITAS = "brevitas is not installed; benchmarks/peers.py says how to get it"
 

@@ -38,8 +38,8 @@ import torch
 from timing import command
 
 from bitdial import QuantConfig, Rule, build_model, candidates, measure_costs, prepare
-from bitdial.search.problem import Problem, build_problem, layer_losses
-from bitdial.search.solve import solve
+from bitdial.planning.problem import Problem, build_problem, layer_losses
+from bitdial.planning.solve import solve
 
 BIT_CHOICES = (8, 6, 4, 2)
 INSTANCES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -35,8 +35,8 @@ from timing import add_arguments, write_record
 from torch import Tensor, nn
 
 from bitdial import BitPlan, QuantConfig, build_model, get_bits, load, prepare, save, set_bits
-from bitdial.kernels.arena import PackedArena
-from bitdial.plan import SWITCHBOARD, dialled_layers
+from bitdial.dial.dial import SWITCHBOARD, dialled_layers
+from bitdial.kernels.weight_pool import PackedArena
 
 BITS = (8, 6, 4, 3, 2)
 MODELS = ["resnet50", "linears-1b", "live resnet50"]

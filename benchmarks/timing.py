@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bitdial.container import write_json
+from bitdial.files.atomic import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("triton", "humming-kernels", "gemlite", "torchao")

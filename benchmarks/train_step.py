@@ -43,9 +43,9 @@ from timing import command
 from torch import Tensor, nn
 
 from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
-from bitdial.kernels import quantize
-from bitdial.train.fuse import FastModel
-from bitdial.train.graph import EAGER_STEPS, StepGraphs
+from bitdial.kernels import fake_quantize as quantize
+from bitdial.train.gpu.cuda_graph import EAGER_STEPS, StepGraphs
+from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
 
 SHAPES = {"resnet20": (64, 3, 32), "resnet18": (8, 3, 112), "mobilenet_v2": (8, 3, 112)}

@@ -44,8 +44,8 @@ from bitdial import (
 )
 from bitdial.artifact import sizes
 from bitdial.recipes.digits import digits_data, digits_test
-from bitdial.recipes.float_training import train_float
 from bitdial.train import ArrayData, Shift
+from bitdial.train.float_loop import train_float
 
 ROOT = Path(__file__).resolve().parent.parent
 BIT_CHOICES = (4, 3, 2)

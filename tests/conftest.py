@@ -16,7 +16,8 @@ import pytest
 import torch
 
 # Processes that tests start see this tree too, installed or not.
-SOURCE = str(Path(__file__).resolve().parent.parent / "src")
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = str(ROOT / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -70,9 +71,7 @@ def run_under_the_interpreter() -> Callable[[str], None]:
         path = Path(file).resolve()
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
         environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(
-            command, env=environment, cwd=path.parents[2], capture_output=True, text=True, timeout=400
-        )
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stdout[-3000:]
         assert " passed" in done.stdout
 

@@ -17,7 +17,7 @@ from torch import nn
 import bitdial
 from bitdial import BitdialError, QuantConfig, Rule, build_model, load, prepare, read_artifact, save, set_bits
 from bitdial.artifact import sizes
-from bitdial.packing import pack_bytes
+from bitdial.functional.bitstream import pack_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

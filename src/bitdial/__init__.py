@@ -14,20 +14,23 @@ from bitdial._version import __version__
 guard_onednn()  # before anything imports torch
 
 from bitdial.artifact import Artifact, read_artifact, save  # noqa: E402
-from bitdial.config import QuantConfig, Rule  # noqa: E402
-from bitdial.cost import measure_costs  # noqa: E402
+from bitdial.dial.dial import at_bits, get_bits, set_bits  # noqa: E402
+from bitdial.dial.plan import BitPlan  # noqa: E402
 from bitdial.errors import BitdialError  # noqa: E402
-from bitdial.exact import code_exact  # noqa: E402
 from bitdial.export import export_onnx, onnx_session_options  # noqa: E402
+from bitdial.export.transformers import export_pretrained, load_pretrained  # noqa: E402
 from bitdial.functional import narrow  # noqa: E402
-from bitdial.hessian import hessian_trace  # noqa: E402
+from bitdial.live.engines.exact import code_exact  # noqa: E402
+from bitdial.live.engines.packed import resident_bytes, view_at_bits  # noqa: E402
+from bitdial.live.load import load, load_trainable  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
-from bitdial.plan import BitPlan, at_bits, get_bits, set_bits  # noqa: E402
-from bitdial.prepare import add_transitions, prepare  # noqa: E402
-from bitdial.pretrained import export_pretrained, load_pretrained  # noqa: E402
-from bitdial.runtime import load, load_trainable  # noqa: E402
-from bitdial.search import candidates, evaluate_plans, pareto_front, search  # noqa: E402
-from bitdial.sensitivity import Sensitivity  # noqa: E402
+from bitdial.planning import candidates, evaluate_plans, pareto_front, search  # noqa: E402
+from bitdial.planning.cost import measure_costs  # noqa: E402
+from bitdial.prepare.config import QuantConfig, Rule  # noqa: E402
+from bitdial.prepare.prepare import prepare  # noqa: E402
+from bitdial.prepare.transitions import add_transitions  # noqa: E402
+from bitdial.sensitivity.hutchinson import hessian_trace  # noqa: E402
+from bitdial.sensitivity.result import Sensitivity  # noqa: E402
 from bitdial.train import (  # noqa: E402
     ArrayData,
     JointStep,
@@ -41,7 +44,6 @@ from bitdial.train import (  # noqa: E402
     save_checkpoint,
     train,
 )
-from bitdial.weight_only import resident_bytes, view_at_bits  # noqa: E402
 
 __all__ = [
     "ArrayData",

@@ -10,7 +10,7 @@ from torch import nn
 import bitdial
 from bitdial.artifact import amend
 from bitdial.errors import ArtifactError, PlanError
-from bitdial.sensitivity import LayerSensitivity, Sensitivity
+from bitdial.sensitivity.result import LayerSensitivity, Sensitivity
 
 
 class Net(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import build_model, prepare, read_artifact, save
-from bitdial.config import QuantConfig
 from bitdial.errors import ArtifactError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.prepare.config import QuantConfig
 
 INTEGER_SCHEMES = ("double_rounding", "nested", "truncate", "adabits")
 FLOAT_SCHEMES = ("lsq", "dorefa")

@@ -34,8 +34,8 @@ from bitdial import (
     save,
     set_bits,
 )
-from bitdial.config import QuantConfig
 from bitdial.errors import ArtifactError, BitdialError
+from bitdial.prepare.config import QuantConfig
 from bitdial.train import save_checkpoint
 
 OpenFile = Callable[[Path], Any]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bitdial import BitPlan, QuantConfig, build_model, load, load_trainable, prepare, read_artifact, save, set_bits
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
-from bitdial.prepare import add_transitions
+from bitdial.prepare.transitions import add_transitions
 
 PLANS = {
     "mixed": BitPlan({"conv": 8, "depth": (4, 8), "left": 2, "right": (2, 6)}),

@@ -13,10 +13,10 @@ import bitdial
 from bitdial.artifact import amend
 from bitdial.cli import main
 from bitdial.cli.arguments import resolve_setting
-from bitdial.container import read_container, write_container
 from bitdial.errors import ArtifactError
-from bitdial.search import MeasuredFront
-from bitdial.sensitivity import LayerSensitivity, Sensitivity
+from bitdial.files.container import read_container, write_container
+from bitdial.planning import MeasuredFront
+from bitdial.sensitivity.result import LayerSensitivity, Sensitivity
 
 pytest.importorskip("highspy")
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, build_model, code_exact, load, onnx_session_options, prepare, save
 from bitdial import functional as bf
-from bitdial.nn import PackedLayer, SwitchableBatchNorm
+from bitdial.live.layers import PackedLayer
+from bitdial.nn import SwitchableBatchNorm
 
 try:
     import onnx

@@ -12,9 +12,9 @@ import torch
 import bitdial
 from bitdial import functional as bf
 from bitdial.cli import main
+from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.plan import dialled_layers
-from bitdial.recipes.float_training import train_float
+from bitdial.train.float_loop import train_float
 
 pytestmark = [
     pytest.mark.cuda,

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 import bitdial
-import bitdial.mixed_demo
+import bitdial.demos.mixed
 from bitdial.cli import main
-from bitdial.demo import run_demo
+from bitdial.demos.uniform import run_demo
 from bitdial.recipes.digits import digits_test
 
 
@@ -24,7 +24,7 @@ def test_what_is_missing_is_said_before_anything_trains(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments"), [("bitdial.recipes.digits", ["demo"]), ("bitdial.mixed_demo", ["demo", "--mixed"])]
+    ("module", "arguments"), [("bitdial.recipes.digits", ["demo"]), ("bitdial.demos.mixed", ["demo", "--mixed"])]
 )
 def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(
     tmp_path, monkeypatch, capsys, module, arguments

@@ -23,12 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import bitdial.container as container
-from bitdial.config import QuantConfig
-from bitdial.container import read_container
+import bitdial.files.container as container
+from bitdial.prepare.config import QuantConfig
+from bitdial.files.container import read_container
 from bitdial.errors import BitdialError, CheckpointError
-from bitdial.plan import set_bits
-from bitdial.prepare import prepare
+from bitdial.dial.dial import set_bits
+from bitdial.prepare.prepare import prepare
 from bitdial.train import ArrayData, JointStep, TrainConfig, distributed, train
 
 BITS = (8, 4, 2)

@@ -7,8 +7,8 @@ import pytest
 
 import bitdial
 from bitdial.cli import main
+from bitdial.demos.mixed import _compare_logits, run_mixed_demo
 from bitdial.errors import ArtifactError
-from bitdial.mixed_demo import _compare_logits, run_mixed_demo
 from bitdial.nn import TransitionalBatchNorm
 from bitdial.recipes.digits import digits_data, digits_test
 
@@ -19,7 +19,7 @@ pytest.importorskip("highspy")
 def test_what_is_missing_is_said_before_anything_trains(tmp_path, monkeypatch, capsys, package, extra) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
-    monkeypatch.setattr("bitdial.mixed_demo.train_float", lambda *_, **__: pytest.fail("it trained first"))
+    monkeypatch.setattr("bitdial.demos.mixed.train_float", lambda *_, **__: pytest.fail("it trained first"))
     assert main(["demo", "--mixed", "--out", str(tmp_path)]) == 1
     assert f"pip install 'bitdial[{extra}]'" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bitdial
-from bitdial.plan import dialled_layers
+from bitdial.dial.dial import dialled_layers
 
 try:
     from torchvision import models as torchvision_models

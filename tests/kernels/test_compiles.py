@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import QuantConfig, build_model, prepare
-from bitdial.kernels import fused, quantize
+from bitdial.kernels import fake_quantize as quantize
+from bitdial.kernels import training as fused
 from bitdial.train import JointStep, TrainConfig
-from bitdial.train.fuse import FastModel
+from bitdial.train.gpu.fuse import FastModel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

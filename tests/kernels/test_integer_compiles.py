@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitdial.kernels.integer_sums import PAD_CODES
-from bitdial.kernels.integer_tiles import Geometry
+from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.triton.inference.tiles import Geometry
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -66,8 +66,8 @@ def type_of(value: object) -> str:
 def launch(
     *, channels: int, outputs: int, taps: int = 3, groups: int = 1, centred: bool = False, everything: bool = True
 ) -> None:
-    from bitdial.kernels import triton_finish
-    from bitdial.kernels import triton_integer as kernels
+    from bitdial.kernels.triton.inference import epilogue as triton_finish
+    from bitdial.kernels.triton.inference import integer as kernels
 
     x = torch.zeros(32, channels, 14, 14, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     weight = torch.zeros(outputs, taps, taps, channels // groups, dtype=torch.int8)
@@ -120,7 +120,7 @@ def test_depthwise_compiles(assembly: list[str]) -> None:
 
 def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str]) -> None:
     """The norm's product and sum must not become one multiply-add; those there are belong to the quotients."""
-    from bitdial.kernels import triton_finish as kernels
+    from bitdial.kernels.triton.inference import epilogue as kernels
 
     x, numbers = torch.zeros(4, 16), torch.ones(5)
     kernels.finish_value(x, kernels.Finish(torch.zeros(2, 16), x, math.inf, numbers, None, True))
@@ -132,7 +132,8 @@ def test_multiplications_and_additions_are_rounded_one_by_one(assembly: list[str
 
 
 def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -> None:
-    from bitdial.kernels import triton_finish, triton_fixed_point
+    from bitdial.kernels.triton.inference import epilogue as triton_finish
+    from bitdial.kernels.triton.inference import fixed_point as triton_fixed_point
 
     x = torch.zeros(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     weight, powers = torch.zeros(64, 7, 7, 3, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64)
@@ -146,7 +147,7 @@ def test_layers_kept_in_float_run_on_float64_tensor_cores(assembly: list[str]) -
 
 def test_powers_and_means_lose_nothing(assembly: list[str]) -> None:
     """Subnormal numbers stay what they are, and a quotient is a quotient."""
-    from bitdial.kernels import triton_powers
+    from bitdial.kernels.triton.inference import sample_scales as triton_powers
 
     x = torch.zeros(2, 64, 14, 14).contiguous(memory_format=torch.channels_last)
     triton_powers.mean(x, triton_powers.sample_powers(x, 40))
@@ -160,7 +161,7 @@ def test_powers_and_means_lose_nothing(assembly: list[str]) -> None:
 
 
 def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None:
-    from bitdial.kernels import triton_switch
+    from bitdial.kernels.triton.inference import switch as triton_switch
 
     codes, words = torch.zeros(3 * 8192, dtype=torch.int8), torch.zeros(64, dtype=torch.int32)
     code_blocks, word_blocks = (torch.zeros(3, columns, dtype=torch.int32) for columns in (6, 5))
@@ -174,7 +175,7 @@ def test_a_switch_reads_and_writes_16_bytes_at_once(assembly: list[str]) -> None
 
 
 def pooled(*, channels: int, taps: int) -> None:
-    from bitdial.kernels import triton_pool
+    from bitdial.kernels.triton.inference import pool as triton_pool
 
     x = torch.zeros(8, channels, 56, 56, dtype=torch.int8).contiguous(memory_format=torch.channels_last)
     size = (56 - taps + 2 * (taps // 2)) // 2 + 1

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitdial.kernels import arena, packed
-from bitdial.kernels.arena import PackedArena
-from bitdial.kernels.layouts import nested_fields, packed_fields, words_shape
-from bitdial.kernels.packed import PackedWeight
+from bitdial.kernels import packed_ops as packed
+from bitdial.kernels import weight_pool as arena
+from bitdial.kernels.packed_ops import PackedWeight
+from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.word_layout import nested_fields, packed_fields, words_shape
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitdial.kernels.integer import integer_finish
+from bitdial.kernels.integer_ops import integer_finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 8

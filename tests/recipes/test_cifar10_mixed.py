@@ -16,7 +16,7 @@ from bitdial.cli import main
 from bitdial.errors import ConfigError
 from bitdial.recipes import RECIPES, RecipeOptions, cifar10
 from bitdial.recipes.cifar10 import cifar10_data
-from bitdial.sensitivity import LayerSensitivity, Sensitivity
+from bitdial.sensitivity.result import LayerSensitivity, Sensitivity
 from bitdial.train import accuracy, batched
 
 training, mixed = (import_module(f"bitdial.recipes.cifar10_{name}") for name in ("training", "mixed"))

@@ -13,7 +13,7 @@ import torch
 
 from bitdial import load, read_artifact, set_bits
 from bitdial.cli import main
-from bitdial.config import QuantConfig
+from bitdial.prepare.config import QuantConfig
 from bitdial.recipes import RECIPES, RecipeOptions, RecipeOutcome, cifar10
 from bitdial.recipes.cifar10 import cifar10_data
 from bitdial.recipes.outcome import _NOT_SETTINGS

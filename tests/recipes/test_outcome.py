@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bitdial.config import QuantConfig
 from bitdial.errors import BitdialError, ConfigError
+from bitdial.prepare.config import QuantConfig
 from bitdial.recipes.outcome import RecipeOptions, add_result, run_name, write_history
 from bitdial.train import History, TrainConfig
 

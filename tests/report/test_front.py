@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from bitdial import plots
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
-from bitdial.plan import BitPlan
-from bitdial.report import front_report
-from bitdial.search import MeasuredFront, MeasuredPlan
-from bitdial.sensitivity import LayerSensitivity, Sensitivity
+from bitdial.planning import MeasuredFront, MeasuredPlan
+from bitdial.report import front_report, plots
+from bitdial.sensitivity.result import LayerSensitivity, Sensitivity
 
 EVIL = '</script><b onclick="x">&\'"'
 LAYERS = ["conv1", f"conv2{EVIL}", "conv3"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial.config import QuantConfig
-from bitdial.prepare import prepare
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.prepare import prepare
 from bitdial.train import ArrayData
 from bitdial.train.data import Sample
 

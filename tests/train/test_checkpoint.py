@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial import container
-from bitdial.container import read_container, write_container
 from bitdial.errors import CheckpointError, TrainingError
+from bitdial.files import container
+from bitdial.files.container import read_container, write_container
 from bitdial.train import ArrayData, History, JointStep, TrainConfig, load_checkpoint, save_checkpoint, train
 from bitdial.train.data import Sample
 
@@ -273,9 +273,9 @@ def test_how_often_to_save_may_change_between_runs(
 SCRIPT = """
 import sys, time
 import torch
-from bitdial.config import QuantConfig
+from bitdial.prepare.config import QuantConfig
 from bitdial.models import build_model
-from bitdial.prepare import prepare
+from bitdial.prepare.prepare import prepare
 from bitdial.train import ArrayData, TrainConfig, train
 
 generator = torch.Generator().manual_seed(0)

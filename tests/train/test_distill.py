@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.plan import set_bits
 from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller, soft_loss
 from bitdial.train.steps import JointStep

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial.config import QuantConfig
+from bitdial.dial.dial import get_bits, set_bits
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError, PlanError, QuantizationError, TrainingError
-from bitdial.plan import BitPlan, get_bits, set_bits
-from bitdial.prepare import prepare
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.prepare import prepare
 from bitdial.train.config import TrainConfig
 from bitdial.train.data import ArrayData
 from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms

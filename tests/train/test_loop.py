@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bitdial.dial.dial import get_bits, set_bits
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.plan import get_bits, set_bits
 from bitdial.train import ArrayData, History, TrainConfig, accuracy, train
 from bitdial.train.data import Sample
 from bitdial.train.guard import LabelGuard

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.config import QuantConfig
+from bitdial.dial.dial import get_bits, set_bits
 from bitdial.errors import ConfigError, PlanError, TrainingError
-from bitdial.plan import get_bits, set_bits
-from bitdial.prepare import prepare
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.prepare import prepare
 from bitdial.train import ArrayData, train
 from bitdial.train.config import TrainConfig
 from bitdial.train.guard import ScaleGuard

@@ -7,10 +7,10 @@ from typing import Any
 from bitdial._version import __version__
 from bitdial.artifact.format import check_named, check_sensitivity
 from bitdial.artifact.read import read_artifact
-from bitdial.container import write_container
+from bitdial.dial.plan import BitPlan, resolve_bits
 from bitdial.errors import ArtifactError, PlanError
-from bitdial.plan import BitPlan, resolve_bits
-from bitdial.sensitivity import Sensitivity
+from bitdial.files.container import write_container
+from bitdial.sensitivity.result import Sensitivity
 
 
 def amend(

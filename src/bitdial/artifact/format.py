@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
-from bitdial.packing import unpack_bytes
-from bitdial.plan import BitPlan
-from bitdial.sensitivity import Sensitivity
+from bitdial.functional.bitstream import unpack_bytes
+from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 1
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")

@@ -18,12 +18,12 @@ from bitdial.artifact.format import (
     check_sensitivity,
 )
 from bitdial.config import check_bit_choices
-from bitdial.container import read_container
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
+from bitdial.files.container import read_container
+from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import UNKNOWN
-from bitdial.packing import unpack_bytes
-from bitdial.plan import BitPlan
-from bitdial.sensitivity import Sensitivity
+from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
     "kind": str,

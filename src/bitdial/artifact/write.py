@@ -19,13 +19,14 @@ from bitdial.artifact.format import (
     layer_table_entry,
     norm_table_entry,
 )
-from bitdial.container import write_container
+from bitdial.dial.dial import is_live, resolve_plan, unwrap
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, PlanError
+from bitdial.files.container import write_container
+from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
-from bitdial.packing import pack_bytes
-from bitdial.plan import BitPlan, is_live, resolve_plan, unwrap
-from bitdial.sensitivity import Sensitivity
+from bitdial.sensitivity.result import Sensitivity
 
 
 def save(

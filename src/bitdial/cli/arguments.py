@@ -6,10 +6,10 @@ from typing import Any
 
 from bitdial.artifact import Artifact
 from bitdial.config import check_bit_choices
-from bitdial.container import read_json
+from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, PlanError
-from bitdial.plan import BitPlan, LayerBits
-from bitdial.search import MeasuredFront
+from bitdial.files.atomic import read_json
+from bitdial.planning import MeasuredFront
 
 BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan, of `search --out` or of `pareto --out`"
 

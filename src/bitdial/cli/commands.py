@@ -29,13 +29,13 @@ from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.export import export_command
 from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
 from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
-from bitdial.config import SCALE_GRADIENTS, STARTS
+from bitdial.dial.dial import set_bits
 from bitdial.errors import BitdialError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
-from bitdial.kernel_choice import KERNELS
-from bitdial.plan import set_bits
+from bitdial.live.kernel_choice import KERNELS
+from bitdial.live.load import load
+from bitdial.prepare.config import SCALE_GRADIENTS, STARTS
 from bitdial.recipes import NORM_FORMS, RECIPES, TEACHERS, TEST_DATA, RecipeOptions
-from bitdial.runtime import load
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
@@ -209,7 +209,7 @@ def _train_command(train: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
-    from bitdial.demo import run_demo
+    from bitdial.demos.uniform import run_demo
 
     if options.mixed:
         _mixed_demo(options)
@@ -248,7 +248,7 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _mixed_demo(options: argparse.Namespace) -> None:
-    from bitdial.mixed_demo import LABELS, run_mixed_demo
+    from bitdial.demos.mixed import LABELS, run_mixed_demo
 
     began = time.monotonic()
     outcome = run_mixed_demo(options.out, tell=print)

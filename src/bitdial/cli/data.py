@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bitdial.artifact import Artifact
 from bitdial.cli.arguments import bits_setting
-from bitdial.container import read_json
+from bitdial.dial.plan import LayerBits
 from bitdial.errors import BitdialError, ConfigError
-from bitdial.plan import LayerBits
+from bitdial.files.atomic import read_json
 from bitdial.recipes import INPUT_SHAPES, TEST_DATA
 from bitdial.recipes.cifar10 import Split, cifar10_data, cifar10_test
 from bitdial.recipes.digits import digits_data

@@ -11,9 +11,9 @@ from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, resolv
 from bitdial.cli.data import sample_input
 from bitdial.errors import ConfigError
 from bitdial.export import export_onnx
-from bitdial.export.to_onnx import OPSETS
-from bitdial.pretrained import export_pretrained
-from bitdial.runtime import load
+from bitdial.export.onnx import OPSETS
+from bitdial.export.transformers import export_pretrained
+from bitdial.live.load import load
 
 TYPES = {"float32": torch.float32, "int64": torch.int64}
 

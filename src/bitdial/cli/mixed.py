@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from bitdial import plots
 from bitdial.artifact import Artifact, amend, read_artifact
 from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seed, shape
 from bitdial.cli.data import fitting, held_out_data, latency_table, sample_input, training_data, was_trained_on
 from bitdial.cli.tables import bits_text, number, percent, show_table
-from bitdial.container import write_json
-from bitdial.cost import QUANTITIES, Costs, measure_costs
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
-from bitdial.hessian import hessian_trace
-from bitdial.plan import BitPlan
-from bitdial.report import check_comparable, front_report
-from bitdial.runtime import load, load_trainable
-from bitdial.search import OBJECTIVES, Candidate, MeasuredFront, candidates, measure_front, search
-from bitdial.sensitivity import Sensitivity
+from bitdial.files.atomic import write_json
+from bitdial.live.load import load, load_trainable
+from bitdial.planning import OBJECTIVES, Candidate, MeasuredFront, candidates, measure_front, search
+from bitdial.planning.cost import QUANTITIES, Costs, measure_costs
+from bitdial.report import check_comparable, front_report, plots
+from bitdial.sensitivity.hutchinson import hessian_trace
+from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import accuracy, batched
 
 BUDGETS = {

@@ -1,7 +1,7 @@
 """What commands print."""
 
+from bitdial.dial.plan import LayerBits
 from bitdial.errors import MissingDependencyError
-from bitdial.plan import LayerBits
 
 
 def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

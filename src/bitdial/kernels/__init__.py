@@ -1,5 +1,5 @@
 """Fast paths. Only the triton_ files import Triton, and only when a tensor needs them."""
 
-from bitdial.kernels.quantize import fake_quantize, fake_quantize_activation, use_triton
+from bitdial.kernels.fake_quantize import fake_quantize, fake_quantize_activation, use_triton
 
 __all__ = ["fake_quantize", "fake_quantize_activation", "use_triton"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from bitdial.errors import PlanError
 
 Numbers = NDArray[np.int32]
+BLOCK_WORDS = 2048  # what one program of a switch handles: at most, and of codes exactly
 
 
 def in_place_op(name: str, *, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,16 +2,12 @@
 
 from bitdial.nn.batchnorm import TRANSITIONS, SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layers import UNKNOWN, QuantConv2d, QuantLayer, QuantLinear
-from bitdial.nn.packed import PackedConv2d, PackedLayer, PackedLinear
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 __all__ = [
     "TRANSITIONS",
     "UNKNOWN",
     "ActivationQuantizer",
-    "PackedConv2d",
-    "PackedLayer",
-    "PackedLinear",
     "QuantConv2d",
     "QuantLayer",
     "QuantLinear",

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from bitdial.artifact import Artifact, read_artifact, save
-from bitdial.config import QuantConfig
-from bitdial.cost import measure_costs
 from bitdial.errors import ConfigError
-from bitdial.hessian import hessian_trace
-from bitdial.prepare import add_transitions
+from bitdial.live.load import load_trainable
+from bitdial.planning import Candidate, candidates, evaluate_plans, require_highspy
+from bitdial.planning.cost import measure_costs
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.transitions import add_transitions
 from bitdial.recipes.cifar10 import Split, cifar10_data
 from bitdial.recipes.cifar10_training import (
     BATCH,
@@ -26,9 +27,8 @@ from bitdial.recipes.cifar10_training import (
     where_it_ran,
 )
 from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, refuse_finished, run_name, settings_of
-from bitdial.runtime import load_trainable
-from bitdial.search import Candidate, candidates, evaluate_plans, require_highspy
-from bitdial.sensitivity import Sensitivity
+from bitdial.sensitivity.hutchinson import hessian_trace
+from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
 
 LR = 1e-4

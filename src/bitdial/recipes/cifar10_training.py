@@ -11,13 +11,12 @@ from torch import nn
 
 from bitdial._version import __version__
 from bitdial.artifact import save
-from bitdial.config import QuantConfig
 from bitdial.errors import ConfigError
 from bitdial.functional import scheme_of
 from bitdial.models import build_model
-from bitdial.prepare import prepare
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.prepare import prepare
 from bitdial.recipes.cifar10 import SIDE, Split, cifar10_data
-from bitdial.recipes.float_training import train_float
 from bitdial.recipes.outcome import (
     RecipeOptions,
     RecipeOutcome,
@@ -28,6 +27,7 @@ from bitdial.recipes.outcome import (
     write_history,
 )
 from bitdial.train import ArrayData, History, Shift, TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
+from bitdial.train.float_loop import train_float
 
 BATCH = 256
 EPOCHS = 90

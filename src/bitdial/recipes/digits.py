@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from bitdial.artifact import save
-from bitdial.config import QuantConfig
 from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
-from bitdial.prepare import prepare
-from bitdial.recipes.float_training import train_float
+from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.prepare import prepare
 from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, refuse_finished, run_name, settings_of
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
+from bitdial.train.float_loop import train_float
 
 TEST_IMAGES = 500
 HELD_OUT = 401  # leaves 896, whole batches of 64: statistics of norms suffer from a last batch of one

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitdial.config import Config, QuantConfig, check_choice
-from bitdial.container import check_folder, check_target, replacing
+from bitdial.config import Config, check_choice
 from bitdial.errors import BitdialError, ConfigError
+from bitdial.files.atomic import check_folder, check_target, replacing
 from bitdial.functional import scheme_of
 from bitdial.nn import TRANSITIONS
+from bitdial.prepare.config import QuantConfig
 from bitdial.train import History, TrainConfig
 from bitdial.train.config import TAUGHT
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 from torch import nn
 
 from bitdial import functional as bf
-from bitdial import plots
 from bitdial.artifact import Artifact
+from bitdial.dial.dial import unwrap
 from bitdial.errors import ConfigError
-from bitdial.nn import PackedLayer
-from bitdial.plan import unwrap
+from bitdial.live.layers import PackedLayer
+from bitdial.report import plots
 from bitdial.report.page import write_report
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitdial import plots
 from bitdial.errors import ConfigError
+from bitdial.planning import MeasuredFront, MeasuredPlan, compare_fronts
+from bitdial.report import plots
 from bitdial.report.page import table_html, text_html, write_report
-from bitdial.search import MeasuredFront, MeasuredPlan, compare_fronts
-from bitdial.sensitivity import Sensitivity
+from bitdial.sensitivity.result import Sensitivity
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,10 +13,10 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bitdial import plots
 from bitdial._version import __version__
-from bitdial.container import replacing
 from bitdial.errors import BitdialError, ConfigError
+from bitdial.files.atomic import replacing
+from bitdial.report import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

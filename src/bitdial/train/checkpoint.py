@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitdial.container import read_container, write_container
+from bitdial.dial.dial import unwrap
 from bitdial.errors import CheckpointError
-from bitdial.plan import unwrap
+from bitdial.files.container import read_container, write_container
 from bitdial.train import distributed
 from bitdial.train.state import SavedState, checking, like, python_random, state_tensors, under
 from bitdial.train.steps import JointStep

@@ -45,7 +45,7 @@ class TrainConfig(Config):
     seed            of the sampled plans
     cuda_graph      on a single GPU, replay the whole step as one CUDA graph
     fused           on a single GPU, call the model through fused kernels; its Python runs once, when it is traced; see
-                    `bitdial.train.fuse`
+                    `bitdial.train.gpu.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
     """
 

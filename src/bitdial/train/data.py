@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitdial.errors import ConfigError
-from bitdial.observe import Batch
+from bitdial.prepare.model_call import Batch
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.observe import Batch, call
+from bitdial.prepare.model_call import Batch, call
 from bitdial.train.config import TAUGHT, TrainConfig
 from bitdial.train.distributed import merge_rows
 

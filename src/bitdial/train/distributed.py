@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitdial.dial.dial import unwrap
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.plan import unwrap
 
 
 def active() -> bool:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitdial.dial.dial import at_bits, set_bits, unwrap
+from bitdial.dial.plan import BitPlan, LayerBits, listed
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.observe import INPUTS_ALONE, Batch, call, evaluating, label_problem, pairs
-from bitdial.plan import BitPlan, LayerBits, at_bits, listed, set_bits, unwrap
+from bitdial.prepare.labels import label_problem, pairs
+from bitdial.prepare.model_call import INPUTS_ALONE, Batch, call, evaluating
 from bitdial.train.data import check_samples
 
 

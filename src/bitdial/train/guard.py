@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from bitdial.errors import TrainingError
 from bitdial.nn import QuantLayer
-from bitdial.observe import Batch, call, classes_of, find_odd_label, ignored_label, label_problem
+from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem
+from bitdial.prepare.model_call import Batch, call
 
 SMALLEST_SHARE = 2.0**-10
 

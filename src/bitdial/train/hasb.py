@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from bitdial.plan import BitPlan
+from bitdial.dial.plan import BitPlan
 
 
 def roulette(bit_choices: Sequence[int], *, sensitive: bool) -> torch.Tensor:

@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitdial.dial.dial import set_bits
 from bitdial.errors import CheckpointError, TrainingError
-from bitdial.observe import Batch
-from bitdial.plan import set_bits
-from bitdial.sensitivity import Sensitivity
+from bitdial.prepare.model_call import Batch
+from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import distributed
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.config import TrainConfig

@@ -17,21 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitdial.dial.dial import dialled_layers, set_bits, unwrap
+from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
-from bitdial.observe import Batch, call
-from bitdial.plan import BitPlan, LayerBits, dialled_layers, set_bits, unwrap
-from bitdial.sensitivity import Sensitivity, sensitivity_of
+from bitdial.prepare.model_call import Batch, call
+from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 from bitdial.train import distributed
 from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
 from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller
-from bitdial.train.fuse import FastModel
-from bitdial.train.graph import StepGraphs
+from bitdial.train.gpu.cuda_graph import StepGraphs
+from bitdial.train.gpu.fuse import FastModel
+from bitdial.train.gpu.plan_slots import Seats, why_not
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
 from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
 from bitdial.train.optimizers import make_optimizer, step_at
-from bitdial.train.seats import Seats, why_not
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The whole path on embedded data, for a first look."""

@@ -1,0 +1,197 @@
+"""The dial: the one way to change which width a model runs at."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from torch import nn
+
+from bitdial.dial.plan import BitPlan, LayerBits, as_plan, resolve_bits, shortened
+from bitdial.errors import PlanError
+
+Steps = TypeVar("Steps")
+Selection = dict[str, tuple[int, int]]  # what each layer's `select_bits`, or each norm's `select_set`, is to be given
+STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
+SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Board
+MOST_REMEMBERED = 64  # plans that a Board remembers
+
+
+class DialledLayer(Protocol):
+    """What a layer offers to be switched: its choices, its selection, and how to change it."""
+
+    bit_choices: tuple[int, ...]
+    weight_bits: int
+    act_bits: int
+
+    def select_bits(self, weight_bits: int, act_bits: int) -> None:
+        """Select the widths; both are in `bit_choices`."""
+        ...
+
+
+class FollowingNorm(Protocol):
+    """What a norm offers that has a set per width: the layer it follows, and how to change the set."""
+
+    follows: str
+
+    def select_set(self, bits: int, fed_bits: int) -> None:
+        """Select the set of a width, or of a pair of them."""
+        ...
+
+
+class Board(Generic[Steps]):
+    """The layers and norms of a model that `set_bits` switches, by name, and how. Abstract.
+
+    A model has one, by the name SWITCHBOARD, if its parts are switched all at once. It is made when the model is and
+    remembers the plans that it has checked, with the steps that they take.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.layers: dict[str, DialledLayer] = {}
+        self.norms: dict[str, FollowingNorm] = {}
+        self._remembered: dict[BitPlan, Steps] = {}
+        if model is not None:
+            self.know(model)
+
+    def know(self, model: nn.Module) -> None:
+        """Take the layers and norms of `model` for those that `set_bits` switches."""
+        modules = dict(unwrap(model).named_modules())
+        self.layers = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_bits")}
+        self.norms = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_set")}
+        self._remembered.clear()
+
+    def set_bits(self, bits: "LayerBits | BitPlan") -> None:
+        """Switch everything; checks all of it before anything changes."""
+        plan = as_plan(bits)
+        steps = self._remembered.get(plan)
+        if steps is None:
+            steps = self._steps(self.choose(plan))
+            if len(self._remembered) >= MOST_REMEMBERED:
+                self._remembered.pop(next(iter(self._remembered)))  # the oldest
+            self._remembered[plan] = steps
+        self._take(steps)
+
+    def choose(self, plan: "BitPlan") -> Selection:
+        """What `plan` selects, layers first; checks everything."""
+        chosen = resolve_bits({name: layer.bit_choices for name, layer in self.layers.items()}, plan)
+        return {**chosen, **{name: _widths(name, norm, chosen) for name, norm in self.norms.items()}}
+
+    def select(self, name: str, first: int, second: int) -> None:
+        """Switch one layer or norm by itself."""
+        if name in self.layers:
+            self.layers[name].select_bits(first, second)
+        else:
+            self.norms[name].select_set(first, second)
+
+    def _steps(self, chosen: Selection) -> Steps:
+        """What is to be done for `chosen`; it is done again later, so it holds nothing of the present state."""
+        raise NotImplementedError
+
+    def _take(self, steps: Steps) -> None:
+        raise NotImplementedError
+
+
+class _OneByOne(Board[Selection]):
+    """For a model without a switchboard, made for one switch."""
+
+    def _steps(self, chosen: Selection) -> Selection:
+        return chosen
+
+    def _take(self, steps: Selection) -> None:
+        for name, pair in steps.items():
+            self.select(name, *pair)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel, DataParallel or torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
+    """The layers of `model` that `set_bits` switches, by name; an error if there are none."""
+    return dict(_board(model).layers)
+
+
+def _board(model: nn.Module) -> Board[Any]:
+    """The switchboard of `model`, or one made for the moment; an error if it has no layers."""
+    board: Board[Any] | None = getattr(unwrap(model), SWITCHBOARD, None)
+    if board is None:
+        board = _OneByOne(model)
+    if not board.layers:
+        raise PlanError("the model has no quantised layer; call prepare(model, config, ...) or load(path) first")
+    return board
+
+
+def is_live(model: nn.Module) -> bool:
+    """Whether `model` is one from `load`, whose layers hold codes: they can be switched, but not trained or saved."""
+    return any(hasattr(layer, "weight_codes") for layer in _OneByOne(model).layers.values())
+
+
+def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan | str") -> dict[str, tuple[int, int]]:
+    """The weight and activation bits that `bits` gives each layer of `model`; checks everything."""
+    choices = {name: layer.bit_choices for name, layer in dialled_layers(model).items()}
+    return resolve_bits(choices, _stored_plan(model, bits) if isinstance(bits, str) else bits)
+
+
+def _stored_plan(model: nn.Module, name: str) -> BitPlan:
+    stored: Mapping[str, BitPlan] = getattr(unwrap(model), STORED_PLANS, {})
+    if name in stored:
+        return stored[name]
+    found = f"the stored plans are {shortened(list(stored), most=20)}" if stored else "this model has no stored plans"
+    raise PlanError(
+        f"{name!r} is not a bit-width and not the name of a stored plan; {found} "
+        "(save(..., plans={name: plan}) stores them, load(path) brings them)"
+    )
+
+
+def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
+    """Switch `model` in place: one width, a pair (weight bits, activation bits), a BitPlan, or a stored plan's name.
+
+    A loaded model knows the plans of its file by name, such as "3.0 bits". Everything is checked before anything
+    changes. Batch norms follow the weight bits of the layer that feeds them.
+    """
+    board = _board(model)
+    board.set_bits(_stored_plan(model, bits) if isinstance(bits, str) else bits)
+
+
+def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """The weight bits of the layer that a norm follows and, for a transitional one, of the layer that feeds that."""
+    bits = chosen[leader_of(name, norm.follows, chosen)][0]
+    fed_by = getattr(norm, "fed_by", None)
+    return bits, bits if fed_by is None else chosen[leader_of(name, fed_by, chosen)][0]
+
+
+def leader_of(norm: str, follows: str, layers: Mapping[str, object]) -> str:
+    """The name in this tree of the layer that a norm follows: the prepared model may lie inside another."""
+    if follows in layers:
+        return follows
+    parts = norm.split(".")
+    for depth in range(1, len(parts)):
+        name = ".".join([*parts[:depth], follows])
+        if name in layers:
+            return name
+    raise PlanError(
+        f"norm {norm!r} follows layer {follows!r}, which is not in this module; call set_bits on the "
+        "prepared model itself"
+    )
+
+
+def get_bits(model: nn.Module) -> BitPlan:
+    """What each layer is set to now, as a plan that `set_bits` takes back."""
+    return BitPlan({name: (layer.weight_bits, layer.act_bits) for name, layer in dialled_layers(model).items()})
+
+
+@contextmanager
+def at_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> Iterator[nn.Module]:
+    """Run a block with `model` set to `bits`, then put its former setting back."""
+    before = get_bits(model)
+    set_bits(model, bits)
+    try:
+        yield model
+    finally:
+        set_bits(model, before)

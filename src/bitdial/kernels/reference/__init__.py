@@ -1,0 +1,1 @@
+"""Operators in plain PyTorch: what every other path is tested against."""

@@ -1,0 +1,1 @@
+"""Triton kernels, one folder per job; imported by the operator that launches them."""

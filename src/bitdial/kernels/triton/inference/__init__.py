@@ -1,0 +1,1 @@
+"""Live models on integer codes."""

@@ -1,0 +1,1 @@
+"""Weights packed to b bits: products, unpacking, repacking."""

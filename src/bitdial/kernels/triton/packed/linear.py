@@ -1,0 +1,244 @@
+"""Linear layers on packed weights: a kernel for up to 16 tokens, which is to read at the speed of memory.
+
+The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to 8 or 16, the right one. A
+program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the end. Packed words come
+from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where there are too few rows to
+fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
+results repeat from run to run. More tokens are left to `triton_unpack`.
+
+Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bitdial.kernels.triton.packed import unpack as triton_unpack
+from bitdial.kernels.triton.packed.words import followed_by, product, slot_numbers, whole_codes
+from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class FewSettings(NamedTuple):
+    """How the kernel for few tokens is cut and run: found by trying, never needed for a right result."""
+
+    row_tiles: int = 1
+    warps: int = 8
+    splits: int = 1
+    ahead: bool = True  # words of the next step are loaded before those of this one are used
+    stages: int = 1  # more than one: through shared memory, by Triton's pipeline
+    registers: int | None = None  # a limit, so that more warps fit
+
+
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
+def _few(  # type: ignore[no-untyped-def]
+    x_ptr,
+    words_ptr,
+    scale_ptr,
+    bias_ptr,
+    y_ptr,
+    tokens,
+    rows,
+    columns,
+    plane_words,
+    column_tiles,
+    factor,
+    PIECES: tl.constexpr,
+    RANGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    # What is loaded has two dimensions: the last lies in one piece in memory, and the first runs over what the threads
+    # of a warp share, then the warps, then what one thread has in turn. Triton hands out 16 bytes a thread in that very
+    # order, and the reshapes and permutations below move nothing.
+    split = tl.program_id(1)
+    lead = tl.arange(0, ROW_TILES * WARPS)
+    row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
+    live_rows = row_tile * 16 < rows
+    word_start = (row_tile.to(tl.int64) * column_tiles)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x_lead = tl.arange(0, TOKEN_TILES * WARPS * 8)
+    token = x_lead // (WARPS * 8) * 8 + x_lead % 8
+    x_warp = x_lead // 8 % WARPS
+    inside = tl.arange(0, 32)
+    x_start = (token * columns)[:, None] + inside[None, :]
+    total = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)
+    other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains wait half as long
+
+    per_split = tl.cdiv(tl.cdiv(column_tiles, WARPS), SPLITS)
+    first = split * per_split
+    end = tl.minimum(first + per_split, tl.cdiv(column_tiles, WARPS))
+    tile = first * WARPS + lead % WARPS
+    words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
+    for step in range(first, end):
+        tile = step * WARPS + lead % WARPS
+        if not AHEAD:
+            words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
+        cells = whole_codes(words, PIECES, RANGES)
+        if AHEAD:
+            words = _words(words_ptr, word_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+        x_tile = step * WARPS + x_warp
+        for two in tl.static_range(8):
+            column = (x_tile * 256 + two * 32)[:, None]
+            x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
+            if not EVEN:
+                x_live = x_live & (column + inside[None, :] < columns)
+            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+            x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
+            even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
+            total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+            other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+
+    row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
+    token_out = tl.arange(0, TOKEN_TILES * 8)
+    sums = tl.sum(total + other, axis=0)
+    live_out = (row < rows)[:, None] & (token_out < tokens)[None, :]
+    if SPLITS == 1:
+        sums = sums * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    place = (split * tokens + token_out)[None, :] * rows + row[:, None]
+    tl.store(y_ptr + place, sums.to(y_ptr.dtype.element_ty), mask=live_out)
+
+
+@triton.jit
+def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The words of one tile of each row for each warp: a tuple of PLANES tensors (row tiles * warps, 128)."""
+    live = (live_rows & (tile < column_tiles))[:, None]
+    at = words_ptr + (start + tile[:, None] * 128)
+    words = ()
+    for plane in tl.static_range(PLANES):
+        loaded = tl.load(at + plane * plane_words.to(tl.int64), mask=live, other=0, eviction_policy="evict_first")
+        words = followed_by(words, loaded)
+    return words
+
+
+@triton.jit
+def _slot_product(  # type: ignore[no-untyped-def]
+    cells,
+    x,
+    total,
+    SLOT: tl.constexpr,
+    STEPS: tl.constexpr,
+    TOKEN_TILES: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """`total` plus the product of one slot's weights with its tokens."""
+    weight = slot_numbers(cells, SLOT, STEPS, DTYPE)
+    weight = tl.reshape(weight, (ROW_TILES, WARPS, 8, 4, 2, 2, 2))  # row tile, warp, row % 8, q, c, row // 8, e
+    weight = tl.reshape(tl.permute(weight, (1, 0, 5, 2, 3, 4, 6)), (WARPS, ROW_TILES * 16, 16))
+    x = tl.reshape(tl.permute(x, (1, 3, 4, 5, 0, 2)), (WARPS, 16, TOKEN_TILES * 8))
+    return product(weight, x, total)
+
+
+@triton.jit
+def _add_splits(  # type: ignore[no-untyped-def]
+    parts_ptr, scale_ptr, bias_ptr, y_ptr, rows, count, factor,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = the sum of the parts, first to last, times the scale, plus the bias."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < count
+    sums = tl.load(parts_ptr + at, mask=live, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        sums += tl.load(parts_ptr + split * count + at, mask=live, other=0.0)
+    sums = sums * (tl.load(scale_ptr + at % rows, mask=live, other=0.0) * factor)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + at % rows, mask=live, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=live)
+
+
+# --- launching ----------------------------------------------------------------------------------
+
+FEW_TOKENS = 16
+_SPLIT_BLOCK = 512
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    *,
+    fields: tuple[int, ...],
+    bits: int,
+    high: int,
+    centred: bool,
+    settings: FewSettings | None = None,
+) -> Tensor:
+    """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type.
+
+    `settings` are for up to 16 tokens; more have none.
+    """
+    (tokens, columns), rows = x.shape, scale.numel()
+    y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    x = x.contiguous()
+    read = merges(read_fields(fields, bits))
+    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, centred))
+    constants = {
+        "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "DTYPE": DTYPES[x.dtype]
+    }  # fmt: skip
+    factor = 2.0 ** (high - bits)
+    if tokens > FEW_TOKENS:
+        triton_unpack.many(x, words, scale, bias, y, factor, constants)
+        return y
+    if settings is None:
+        settings = few_settings(tokens, rows, columns, bits)
+    _, row_tiles, column_tiles, tile_words = words.shape
+    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, factor
+    some_bias = scale if bias is None else bias
+    splits = settings.splits
+    out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    limit = {} if settings.registers is None else {"maxnreg": settings.registers}
+    _few[(triton.cdiv(row_tiles, settings.row_tiles), splits)](
+        x, words, scale, some_bias, out, *sizes, **constants, HAS_BIAS=bias is not None,
+        EVEN=columns % TILE_COLUMNS == 0, TOKEN_TILES=1 if tokens <= 8 else 2, ROW_TILES=settings.row_tiles,
+        WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead, num_warps=settings.warps,
+        num_stages=settings.stages, **limit,
+    )  # fmt: skip
+    if splits > 1:
+        _add_splits[(triton.cdiv(y.numel(), _SPLIT_BLOCK),)](
+            out, scale, some_bias, y, rows, y.numel(), factor, SPLITS=splits, HAS_BIAS=bias is not None,
+            BLOCK=_SPLIT_BLOCK,
+        )  # fmt: skip
+    return y
+
+
+def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
+    """By counting and by trying on an H200, at one and at 16 tokens, 4096 to 14336 rows and 4096 to 28672 columns.
+
+    16 rows a program give every shape above 2,112 rows more programs than a GPU has multiprocessors. Several share a
+    multiprocessor: four warps each, with a limit on their registers so that more fit, are mostly better than eight. At
+    many bits, few programs of many columns are the exception; at 16 tokens and 2 bits, where the tokens are most of
+    what a program reads, many programs are: there it takes twice the rows. Few rows: the columns are shared out.
+    """
+    many_tokens, programs = tokens > 8, triton.cdiv(rows, TILE_ROWS)
+    if many_tokens and bits == 2 and programs > 256:
+        most = programs > 512
+        return FewSettings(row_tiles=2, warps=4 if most else 8, ahead=not most)
+    long_columns = programs <= 512 and columns > 4096
+    if long_columns and bits >= (8 if many_tokens else 4):
+        warps, registers = 8, None
+    else:
+        limit = 128 if many_tokens else 96 if bits > 2 else 80
+        warps, registers = 4, None if bits == 2 and programs > 512 else limit
+    steps = triton.cdiv(columns, TILE_COLUMNS * warps)
+    splits = 1
+    while programs * splits < 128 and splits * 2 <= steps:
+        splits *= 2
+    return FewSettings(warps=warps, splits=splits, registers=registers)

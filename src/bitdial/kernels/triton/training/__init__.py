@@ -1,0 +1,1 @@
+"""Training: fake quantization, convolutions, norms."""

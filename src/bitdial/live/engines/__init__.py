@@ -1,0 +1,1 @@
+"""How a live layer multiplies: float, exact, integer or packed."""

@@ -1,0 +1,321 @@
+"""The graph of a model with fused nodes: each layer does what follows it, and hands on codes instead of values.
+
+`fuse` traces the model (torch.fx) and puts two kinds of nodes into it. A LayerCall runs a layer, its norm, a residual
+addition, a ReLU, and the quantizers of up to two layers that read the result. A ValueCall does the same behind a float
+value: the model's input, a pool. A max pool between a call and quantizers alone is one of codes, where a kernel runs
+it. Parameters, norms and widths stay in the model's own modules. Where a node meets something that the operators do not
+take, it runs the modules that it replaced.
+"""
+
+import logging
+import math
+import operator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_cap
+from bitdial.kernels.integer_ops import Outputs, missing_on, run_finish
+from bitdial.kernels.pool_ops import run_max_pool
+from bitdial.live.engines.exact import ExactLayer
+from bitdial.live.engines.integer.float_layers import FixedPointPool
+from bitdial.live.engines.integer.layers import IntegerLayer, IntegerNorm
+from bitdial.live.engines.integer.shapes import KernelLayer
+from bitdial.nn import SwitchableBatchNorm
+
+log = logging.getLogger(__name__)
+
+MOST_READERS = 2
+IN_PLACE_OPERATORS = (
+    operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor,
+    operator.ilshift, operator.irshift, operator.iconcat,
+)  # fmt: skip
+
+
+class Call(nn.Module):
+    """What LayerCall and ValueCall share: norm, addition, ReLU, readers. Abstract.
+
+    `cap` is the upper bound of the ReLU, None if there is none; `keep` says whether the value itself is needed.
+    """
+
+    def __init__(self, norm: IntegerNorm | None = None, cap: float | None = None):
+        super().__init__()
+        self._norm = (norm,)  # not a submodule: the model owns it
+        self.cap, self.keep = cap, True
+        self.readers: tuple[IntegerLayer, ...] = ()
+
+    @property
+    def norm(self) -> IntegerNorm | None:
+        """The batch norm, the model's own."""
+        return self._norm[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "readers":
+            object.__setattr__(self, name, value)  # nor are these
+        else:
+            super().__setattr__(name, value)
+
+    def ending(self, other: Tensor | None) -> dict[str, Any]:
+        """Arguments of the operators for what follows."""
+        first, second = (*(layer.quantizer for layer in self.readers), None, None)[:2]
+        return {"other": other, "cap": self.cap, "first": first, "second": second, "keep": self.keep}
+
+    def finish_apart(self, value: Tensor, other: Tensor | None) -> tuple[Tensor, ...]:
+        """Value and codes by the modules themselves, one after the other."""
+        if self.norm is not None:
+            value = self.norm(value)
+        if other is not None:
+            value = value + other
+        if self.cap is not None:
+            value = F.relu(value) if math.isinf(self.cap) else F.hardtanh(value, 0.0, self.cap)
+        return value, *(layer.codes_of(value) for layer in self.readers)
+
+
+class LayerCall(Call):
+    """Runs a layer, on codes or, if it is kept in float, on values; and what follows."""
+
+    def __init__(self, layer: KernelLayer, norm: IntegerNorm | None, cap: float | None):
+        super().__init__(norm, cap)
+        self._layer = (layer,)
+
+    @property
+    def layer(self) -> KernelLayer:
+        """The layer, the model's own."""
+        return self._layer[0]
+
+    def forward(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
+        """(value, codes of the first reader, of the second)."""
+        if x.dtype not in (torch.int8, torch.float32):  # a layer kept in float, behind something of another type
+            return self.finish_apart(self.layer(x), other)
+        self.layer.check_shape(x)
+        fits = self.norm is None or self.layer.is_batch(x)
+        if fits and (other is None or _adds(other, self.layer.output_shape(x))):
+            lines = None if self.norm is None else self.norm.lines
+            return self.layer.run(x, norm=lines, **self.ending(other))
+        return self.finish_apart(self.layer.run(x)[0], other)
+
+
+class ValueCall(Call):
+    """Does what follows a float value."""
+
+    def forward(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
+        """(value, codes of the first reader, of the second)."""
+        fits = x.dtype == torch.float32 and (self.norm is None or x.dim() in (2, 4))
+        if fits and (other is None or _adds(other, tuple(x.shape))):
+            lines = None if self.norm is None else self.norm.lines
+            return run_finish(x, lines, **self.ending(other))
+        return self.finish_apart(x, other)
+
+
+def _adds(other: object, shape: tuple[int, ...]) -> bool:
+    """Whether the operators can add `other`."""
+    return isinstance(other, Tensor) and other.dtype == torch.float32 and tuple(other.shape) == shape
+
+
+class _Tracer(fx.Tracer):
+    """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = isinstance(m, KernelLayer | ExactLayer | SwitchableBatchNorm | IntegerNorm | FixedPointPool)
+        ours = ours or type(m).__module__ == "bitdial.live.engines.exact"
+        return ours or super().is_leaf_module(m, module_qualified_name)
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """`model` with fused nodes, or `model` itself where that cannot be: then each layer runs on its own."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    if any(getattr(module, kind) for module in model.modules() for kind in hooks):
+        log.info("layers run one by one: the model has hooks, which fused nodes would pass by")
+        return model
+    try:
+        graph = fx.GraphModule(model, _Tracer().trace(model))
+    except Exception as problem:  # whatever the model's code does with a proxy
+        log.info("layers run one by one: the model cannot be traced (%s)", problem)
+        return model
+    for node in list(graph.graph.nodes):
+        if _calls(graph, node, KernelLayer):
+            _replace_layer(graph, node)
+    for node in list(graph.graph.nodes):
+        if _calls(graph, node, IntegerNorm):
+            _replace_norm(graph, node)
+    if not any(_is_in_place(graph, node) for node in graph.graph.nodes):
+        for node in list(graph.graph.nodes):
+            if _is_quantizer(graph, node):
+                _move_quantizer(graph, node)
+        for node in list(graph.graph.nodes):
+            _pool_codes(graph, node)
+    for node in list(graph.graph.nodes):
+        if _calls(graph, node, Call):
+            _leave_out_value(graph, node)
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+# --- into calls -----------------------------------------------------------------------------------
+
+
+def _replace_layer(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Replace a layer, and what can follow in the same kernel, by a LayerCall, behind a quantizer if it takes codes."""
+    layer, source = module_of(graph, node), node.args[0]
+    assert isinstance(layer, KernelLayer)
+    if isinstance(layer, IntegerLayer):
+        quantizer = ValueCall()
+        quantizer.readers = (layer,)
+        with graph.graph.inserting_before(node):  # what the layer reads is what is there now
+            source = graph.graph.call_function(
+                operator.getitem, (insert_call(graph, "integer", quantizer, (source, None)), 1)
+            )
+    norm, chain = None, [node]
+    user = only_user(node)
+    if user is not None and _calls(graph, user, IntegerNorm):
+        norm = _norm(graph, user)
+        chain.append(user)
+    other, cap = _take_rest(graph, chain)
+    _put(graph, LayerCall(layer, norm, cap), (source, other), chain)
+
+
+def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Replace a norm that no layer took by a ValueCall."""
+    norm, chain, source = _norm(graph, node), [node], node.args[0]
+    other, cap = _take_rest(graph, chain)
+    _put(graph, ValueCall(norm, cap), (source, other), chain)
+
+
+def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
+    """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
+    other = cap = None
+    user = only_user(chain[-1])
+    if user is not None and (other := added(chain[-1], user)) is not None:
+        chain.append(user)
+        user = only_user(user)
+    if user is not None and (cap := relu_cap(graph, user)) is not None:
+        chain.append(user)
+    return other, cap
+
+
+def _put(graph: fx.GraphModule, call: Call, args: tuple[Any, ...], chain: list[fx.Node]) -> None:
+    """Put `call` in the place of `chain`, where its last node was: what it adds is there by then."""
+    last = chain[-1]
+    with graph.graph.inserting_before(last):
+        value = graph.graph.call_function(operator.getitem, (insert_call(graph, "integer", call, args), 0))
+    last.replace_all_uses_with(value)
+    for node in reversed(chain):
+        graph.graph.erase_node(node)
+
+
+# --- codes instead of values ----------------------------------------------------------------------
+
+
+def _move_quantizer(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Let the call that makes the value quantise it; or an earlier quantizer of the same value."""
+    source, (reader,) = node.args[0], _call(graph, node).readers
+    assert isinstance(source, fx.Node)
+    makers = [source.args[0]] if _is_value(graph, source) else []
+    makers += [user for user in source.users if user is not node and _is_quantizer(graph, user) and user < node]
+    for maker in makers:
+        assert isinstance(maker, fx.Node)
+        call = _call(graph, maker)
+        if reader in call.readers:
+            place = call.readers.index(reader)
+        elif len(call.readers) < MOST_READERS:
+            place, call.readers = len(call.readers), (*call.readers, reader)
+        else:
+            continue
+        with graph.graph.inserting_after(maker):
+            codes = graph.graph.call_function(operator.getitem, (maker, 1 + place))
+        (old,) = node.users
+        old.replace_all_uses_with(codes)
+        graph.graph.erase_node(old)
+        graph.graph.erase_node(node)
+        return
+
+
+def _pool_codes(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Let the call that makes a value quantise it before `node`, if that is a max pool whose result only codes need.
+
+    These are by now made by one quantizer, or else have too many readers. Without the kernels the graph stays as it is:
+    to quantise more numbers takes longer there than pools of codes spare.
+    """
+    pool, user = max_pool(graph, node), only_user(node)
+    if pool is None or user is None or not _is_quantizer(graph, user) or not _is_value(graph, node.args[0]):
+        return
+    maker = cast(fx.Node, cast(fx.Node, node.args[0]).args[0])
+    call, behind = _call(graph, maker), _call(graph, user).readers
+    readers = tuple(dict.fromkeys((*call.readers, *behind)))
+    if len(readers) > MOST_READERS or missing_on(behind[0].quantizer.device) is not None:
+        return
+    call.readers = readers
+    for old in list(user.users):
+        reader = behind[cast(int, old.args[1]) - 1]
+        with graph.graph.inserting_before(old):
+            codes = graph.graph.call_function(operator.getitem, (maker, 1 + readers.index(reader)))
+            pooled = graph.graph.call_function(run_max_pool, (codes, *pool))
+        old.replace_all_uses_with(pooled)
+        graph.graph.erase_node(old)
+    graph.graph.erase_node(user)
+    graph.graph.erase_node(node)
+
+
+def _leave_out_value(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Tell a call whether its value is used, and drop what is not."""
+    call = _call(graph, node)
+    call.keep = False
+    for item in list(node.users):
+        if item.target is operator.getitem and not item.users:
+            graph.graph.erase_node(item)
+        elif item.args[1] == 0:
+            call.keep = True
+
+
+def _is_value(graph: fx.GraphModule, node: object) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    return node.target is operator.getitem and node.args[1:] == (0,) and _calls(graph, node.args[0], Call)
+
+
+def _is_quantizer(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether `node` only quantises."""
+    if not _calls(graph, node, ValueCall):
+        return False
+    call = _call(graph, node)
+    return call.norm is None and call.cap is None and node.args[1] is None and bool(call.readers)
+
+
+# --- nodes ----------------------------------------------------------------------------------------
+
+
+def _calls(graph: fx.GraphModule, node: object, kind: type[nn.Module]) -> bool:
+    """Whether `node` calls a module of that kind, with positional arguments only."""
+    if not isinstance(node, fx.Node) or node.op != "call_module" or node.kwargs:
+        return False
+    return isinstance(module_of(graph, node), kind) and (issubclass(kind, Call) or len(node.args) == 1)
+
+
+def _norm(graph: fx.GraphModule, node: fx.Node) -> IntegerNorm:
+    module = module_of(graph, node)
+    assert isinstance(module, IntegerNorm)
+    return module
+
+
+def _call(graph: fx.GraphModule, node: fx.Node) -> Call:
+    module = module_of(graph, node)
+    assert isinstance(module, Call)
+    return module
+
+
+def _is_in_place(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether `node` may change a tensor that another node reads: then codes must be taken where they are used."""
+    if node.op == "call_module":
+        return bool(getattr(module_of(graph, node), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_method":
+        return name.endswith("_") and not name.endswith("__")
+    if node.op != "call_function":
+        return False
+    changes = node.target in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    flagged = any(argument is True for argument in (*node.args, node.kwargs.get("inplace")))  # F.relu(x, True)
+    return changes or flagged or "out" in node.kwargs

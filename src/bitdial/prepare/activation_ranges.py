@@ -1,0 +1,60 @@
+"""Watch a model run on sample data: which layer runs when, and on what input."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from bitdial.errors import QuantizationError
+from bitdial.prepare.model_call import Batch, call, evaluating
+
+MOST_SAMPLES = 1 << 16
+
+
+@dataclass
+class LayerInput:
+    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the smallest of all."""
+
+    samples: list[Tensor] = field(default_factory=list)
+    minimum: float = float("inf")
+    last_call: int = -1
+
+
+def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
+    """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
+    seen: dict[str, LayerInput] = {}
+    calls = itertools.count()
+
+    def record(name: str, x: Tensor) -> None:
+        entry = seen.setdefault(name, LayerInput())
+        entry.last_call = next(calls)
+        flat = x.detach().reshape(-1)
+        if flat.numel() == 0:
+            raise QuantizationError(f"layer {name!r}: the calibration batch gives it an empty input")
+        low, high = (float(v) for v in flat.aminmax())
+        if not (low > -float("inf") and high < float("inf")):  # also false for NaN
+            raise QuantizationError(
+                f"layer {name!r}: its calibration input holds NaN or infinity; check the "
+                "calibration batch and the weights of the layers before it"
+            )
+        entry.minimum = min(entry.minimum, low)
+        stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
+        entry.samples.append(flat[::stride].clone())
+
+    def hook_for(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            record(name, args[0] if args else kwargs["input"])
+
+        return hook
+
+    handles = [m.register_forward_pre_hook(hook_for(n), with_kwargs=True) for n, m in layers.items()]
+    try:
+        with evaluating(model):
+            for batch in batches:
+                call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

@@ -1,0 +1,221 @@
+"""Settings: what is refused and how the message says so, and the way through JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bitdial.config import check_bit_choices
+from bitdial.errors import ConfigError
+from bitdial.functional import SCHEMES
+from bitdial.prepare.config import QuantConfig, Rule
+
+FULL = QuantConfig(
+    bit_choices=(8, 4, 3),
+    scheme="nested",
+    ties="up",
+    per_channel=False,
+    activations="asymmetric",
+    start="3std",
+    scale_gradient="printed",
+    keep_first_last=False,
+    switch_norms=False,
+    rules=(
+        Rule(pattern="layer1.*", quantize=False),
+        Rule(type="Linear", activations="float", per_channel=True),
+    ),
+)
+
+
+def through_json(values: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(values, allow_nan=False))
+
+
+# --- defaults and round trips -------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    config = QuantConfig()
+    assert config.bit_choices == (8, 6, 4, 2)
+    assert (config.scheme, config.ties, config.activations) == ("double_rounding", "even", "auto")
+    assert config.scale_gradient == "exact"
+    assert config.per_channel
+    assert config.keep_first_last
+    assert config.switch_norms
+    assert config.rules == ()
+
+
+def test_the_full_config_differs_from_the_default_in_every_setting() -> None:
+    """So that the round trip below cannot lose a setting unseen."""
+    for field in dataclasses.fields(QuantConfig):
+        assert getattr(FULL, field.name) != getattr(QuantConfig(), field.name), field.name
+
+
+@pytest.mark.parametrize("config", [QuantConfig(), FULL], ids=["default", "full"])
+def test_config_round_trips_through_json(config: QuantConfig) -> None:
+    back = QuantConfig.from_dict(through_json(config.to_dict()))
+    assert back == config
+    assert hash(back) == hash(config)
+    assert isinstance(back.bit_choices, tuple)
+    assert all(isinstance(rule, Rule) for rule in back.rules)
+
+
+@pytest.mark.parametrize("rule", FULL.rules, ids=str)
+def test_rule_round_trips_through_json(rule: Rule) -> None:
+    assert Rule.from_dict(through_json(rule.to_dict())) == rule
+
+
+def test_sequences_become_tuples() -> None:
+    rule = {"pattern": "a*", "quantize": False}
+    config = QuantConfig(bit_choices=[8, 2], rules=[rule])  # type: ignore[arg-type]
+    assert config.bit_choices == (8, 2)
+    assert config.rules == (Rule(pattern="a*", quantize=False),)
+
+
+def test_configs_are_frozen_and_take_names_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        QuantConfig().scheme = "lsq"  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Rule(pattern="a", quantize=True).quantize = False  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        QuantConfig((8, 4))  # type: ignore[misc]
+
+
+def test_rule_prints_what_it_sets_only() -> None:
+    assert str(Rule(pattern="a*", quantize=False)) == "Rule(pattern='a*', quantize=False)"
+    assert str(Rule(type="Linear", activations="float")) == ("Rule(type='Linear', activations='float')")
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+BIT_CHOICES: list[tuple[Any, str]] = [
+    ((), r"\(\)"),
+    ((9, 4), "9"),
+    ((4, 1), "1"),
+    ((8, 4.0), "4.0"),
+    ((8, True), "True"),
+    ((8, "4"), "'4'"),
+    ((4, 8), "descending"),
+    ((8, 4, 4), "repeats"),
+    (8, "8"),
+    ("842", "842"),
+    (None, "None"),
+]
+
+
+@pytest.mark.parametrize(("bit_choices", "message"), BIT_CHOICES)
+def test_bad_bit_choices_are_named(bit_choices: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"bit_choices=.*{message}"):
+        QuantConfig(bit_choices=bit_choices)
+    with pytest.raises(ConfigError, match="bit_choices"):
+        check_bit_choices(bit_choices)
+
+
+@pytest.mark.parametrize("bits", [(8,), (2,), (8, 7, 6, 5, 4, 3, 2)])
+def test_good_bit_choices(bits: tuple[int, ...]) -> None:
+    assert QuantConfig(bit_choices=bits).bit_choices == bits
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "offers"),
+    [
+        ("scheme", "triple_rounding", "double_rounding"),
+        ("scheme", None, "double_rounding"),
+        ("ties", "odd", "even"),
+        ("activations", "int8", "unsigned"),
+        ("activations", None, "auto"),
+        ("start", "minmax", "3std"),
+        ("scale_gradient", "rounded", "printed"),
+    ],
+)
+def test_unknown_choices_are_named_with_what_is_offered(setting: str, value: object, offers: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}={value!r}.*{offers}"):
+        QuantConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_printed_gradient_needs_a_shared_scale(scheme: str) -> None:
+    if scheme in ("double_rounding", "nested", "truncate"):
+        assert QuantConfig(scheme=scheme, scale_gradient="printed").scale_gradient == "printed"
+        return
+    with pytest.raises(ConfigError, match=f"'printed'.*'{scheme}' has none.*leave scale_gradient out"):
+        QuantConfig(scheme=scheme, scale_gradient="printed")
+
+
+RULES: dict[str, tuple[Callable[[], Rule], str]] = {
+    "matches nothing": (lambda: Rule(quantize=False), "pattern"),
+    "says nothing": (lambda: Rule(pattern="layer1.*"), r"'layer1\.\*' changes nothing"),
+    "says nothing of a type": (lambda: Rule(type="Linear"), "'Linear' changes nothing"),
+    "activations": (lambda: Rule(pattern="a", activations="int8"), "Rule.activations='int8'"),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_bad_rules_are_named(case: str) -> None:
+    build, message = RULES[case]
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("activations", ["auto", "float", "unsigned", "signed", "asymmetric"])
+def test_every_kind_of_activation_is_accepted(activations: str) -> None:
+    assert QuantConfig(activations=activations).activations == activations
+    assert Rule(pattern="a", activations=activations).activations == activations
+
+
+def test_unknown_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"QuantConfig.*\['bits', 'shceme'\].*bit_choices"):
+        QuantConfig.from_dict({**QuantConfig().to_dict(), "shceme": "lsq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"Rule.*\['layer'\].*pattern"):
+        Rule.from_dict({"layer": "a", "quantize": False})
+    with pytest.raises(ConfigError, match=r"Rule.*\['layer'\]"):
+        QuantConfig.from_dict({**QuantConfig().to_dict(), "rules": [{"layer": "a"}]})
+
+
+@pytest.mark.parametrize("values", [None, [], "scheme", 3, [("scheme", "lsq")]])
+def test_from_dict_wants_a_dict(values: Any) -> None:
+    with pytest.raises(ConfigError, match="QuantConfig: expected a dict"):
+        QuantConfig.from_dict(values)
+
+
+# A string is true, even "False": settings of the wrong type must not be read as something else.
+WRONG_TYPES: list[tuple[str, Any]] = [
+    ("per_channel", "False"),
+    ("per_channel", None),
+    ("keep_first_last", 0),
+    ("switch_norms", "no"),
+    ("scheme", ["lsq"]),
+    ("ties", ["even"]),
+    ("rules", None),
+    ("rules", 5),
+    ("rules", Rule(pattern="a", quantize=False)),
+    ("rules", "a"),
+    ("rules", [None]),
+]
+
+
+@pytest.mark.parametrize(("setting", "value"), WRONG_TYPES, ids=lambda v: str(v)[:20])
+def test_settings_of_the_wrong_type_are_refused(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError):
+        QuantConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pattern": 3, "quantize": False},
+        {"type": 3, "quantize": False},
+        {"pattern": "a", "quantize": "False"},
+        {"pattern": "a", "quantize": 1},
+        {"pattern": "a", "per_channel": "no"},
+        {"pattern": "a", "activations": ["auto"]},
+    ],
+    ids=str,
+)
+def test_rules_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Rule.from_dict(settings)
