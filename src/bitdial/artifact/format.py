@@ -14,7 +14,8 @@ from bitdial.errors import ArtifactError
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.sensitivity.result import Sensitivity
 
-VERSION = 1
+VERSION = 2
+OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot

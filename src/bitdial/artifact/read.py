@@ -13,6 +13,7 @@ from bitdial.artifact.format import (
     CONV_SETTINGS,
     FLOAT,
     LARGEST_CODE,
+    OLD_SCHEMES,
     VERSION,
     Artifact,
     check_sensitivity,
@@ -89,15 +90,18 @@ class _Checker:
         manifest = self.artifact.manifest
         if manifest.get("kind") != "artifact":
             raise ArtifactError("it is not an artifact (a checkpoint?); save(model, path) writes artifacts")
-        if manifest.get("version") != VERSION:
+        if type(version := manifest.get("version")) is not int or version not in (1, VERSION):
             raise ArtifactError(
-                f"its format version is {manifest.get('version')!r}, this bitdial reads {VERSION}; "
+                f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
         _fields("the manifest", manifest, _MANIFEST)
+        if version == 1:
+            manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
         try:
-            check_bit_choices(manifest["bit_choices"])
+            high = check_bit_choices(manifest["bit_choices"])[0]
             self.scheme = bf.scheme_of(manifest["scheme"])
+            bf.check_phase(manifest["scheme"], high)
         except ConfigError as problem:
             raise ArtifactError(str(problem)) from problem
         if manifest["ties"] not in bf.TIE_RULES:

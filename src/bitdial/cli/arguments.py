@@ -9,6 +9,7 @@ from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, PlanError
 from bitdial.files.atomic import read_json
+from bitdial.functional import scheme_of
 from bitdial.planning import MeasuredFront
 
 BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan, of `search --out` or of `pareto --out`"
@@ -54,6 +55,15 @@ def bit_list(text: str) -> tuple[int, ...]:
         return check_bit_choices(tuple(map(int, parts)))
     except ConfigError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
+def weight_scheme(text: str) -> str:
+    """The name of a weight scheme."""
+    try:
+        scheme_of(text)
+    except ConfigError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text
 
 
 def bits_setting(text: str) -> LayerBits | str:

@@ -24,6 +24,7 @@ from bitdial.cli.arguments import (
     resolve_setting,
     seed,
     test_data_argument,
+    weight_scheme,
 )
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.export import export_command
@@ -145,7 +146,9 @@ def _train_command(train: argparse.ArgumentParser) -> None:
 
     scales = train.add_argument_group("quantisation")
     scales.add_argument("--bits", type=bit_list, dest="bit_choices", metavar="8,6,4,2", help="widths, descending")
-    scales.add_argument("--scheme", choices=list(SCHEMES), help="weight scheme (default: %(default)s)")
+    scales.add_argument(
+        "--scheme", type=weight_scheme, help=f"weight scheme: {', '.join(SCHEMES)} (default: %(default)s)"
+    )
     scales.add_argument("--ties", choices=TIE_RULES, help="tie rule of the second rounding (default: %(default)s)")
     scales.add_argument("--per-tensor", action="store_false", dest="per_channel", help="one weight scale per layer")
     scales.add_argument("--start", choices=STARTS, help="how scales start (default: %(default)s)")

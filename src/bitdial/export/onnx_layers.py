@@ -6,7 +6,7 @@
 
 The input's codes lie in uint8 or int8. Widths below 8 bits have a Clip to the values of their outermost codes in front:
 what is clipped divides to within half a step of the outermost code, and nothing else moves, so the codes are ours. The
-Add of half a step is for the schemes whose values lie in the middle of a cell (`nested`, `dorefa`). The bias is a node
+Add is for the schemes whose values lie beside their codes (`nested`, `centred`, `dorefa`). The bias is a node
 of its own: inside the operator, onnxruntime by default rounds it to multiples of the product of both scales, which at 2
 bits is far too coarse.
 """
@@ -56,8 +56,8 @@ class OnnxLayer(nn.Module):
         codes, step = layer.weight_codes(layer.weight_bits)
         self.register_buffer("weight_codes", codes.clone())
         self.register_buffer("weight_step", step.reshape(()) if step.numel() == 1 else step.clone())
-        offset = bf.scheme_of(layer.scheme).offset
-        self.register_buffer("weight_offset", bf.per_channel(step * offset, codes) if offset else None)
+        offset = bf.scheme_of(layer.scheme).offset(layer.shift(layer.weight_bits))
+        self.register_buffer("weight_offset", bf.spread(step * offset, codes) if offset else None)
         self.quantizes_input = layer.act_scale is not None
         if self.quantizes_input:
             self._attach_input(layer)

@@ -5,17 +5,23 @@ a *first rounding*; a lower width is made from that code alone by a *second roun
 
     value = (code + offset) * scale * 2**shift          shift = high - low
 
-| scheme            | first rounding of W / scale | second rounding of code / 2**shift | offset | scale        |
-|-------------------|-----------------------------|------------------------------------|--------|--------------|
-| `double_rounding` | nearest                     | nearest (tie rule), then clipped   | 0      | learned      |
-| `nested`          | floor                       | floor (an arithmetic shift)        | 1/2    | learned      |
-| `truncate`        | nearest                     | floor                              | 0      | learned      |
-| `adabits`         | floor, of tanh(W)           | floor                              | 0      | from weights |
-| `lsq`             | nearest, at each width      | cannot be narrowed                 | 0      | one a width  |
-| `dorefa`          | nearest, of tanh(W)         | cannot be narrowed                 | 1/2    | from weights |
+| scheme            | first rounding         | second rounding of code / 2**shift | offset             | scale        |
+|-------------------|-------------------------|------------------------------------|--------------------|--------------|
+| `double_rounding` | nearest                 | nearest (tie rule), then clipped   | 0                  | learned      |
+| `nested`          | nearest                 | floor (an arithmetic shift)        | 0, below high 1/2  | learned      |
+| `centred`         | floor                   | floor                              | 1/2                | learned      |
+| `truncate`        | nearest                 | floor                              | 0                  | learned      |
+| `adabits`         | floor, of tanh(W)       | floor                              | 0                  | from weights |
+| `lsq`             | nearest, at each width  | cannot be narrowed                 | 0                  | one a width  |
+| `dorefa`          | nearest, of tanh(W)     | cannot be narrowed                 | 1/2                | from weights |
 
 `double_rounding` is the paper's Eqs. 1-3, `truncate` Bit-Mixer, `lsq` also MultiQuant and the paper's "Ours*",
-`dorefa` Any-Precision, `adabits` the modified DoReFa of AdaBits, `nested` our centred truncation.
+`dorefa` Any-Precision, `adabits` the modified DoReFa of AdaBits. `nested` and `centred` are ours: at lower widths a
+value is the middle of its cell; `nested` is plain integers at the highest width, `centred` is not.
+
+`nested` takes a phase, a whole number that is added to a code before it is stored (`nested+8`). It moves the cells of
+all lower widths: the offset is -phase at the highest width and 1/2 - phase / 2**shift below, so that a phase of
+2**(shift - 1) gives the width `shift` bits down a level at zero.
 
 Integers reach training as floats that hold whole numbers and run time as int8. Both give the same code
 because every step between the first division and the last multiplication is exact in float32.
@@ -29,6 +35,16 @@ from bitdial.functional.activations import (
     integer_zero_point,
     quantize_activation,
 )
+from bitdial.functional.granularity import (
+    MOST_MULTIPLIER,
+    Granularity,
+    by_scale,
+    join_scale,
+    split_scale,
+    spread,
+    two_level,
+    values_by_scale,
+)
 from bitdial.functional.schemes import (
     ACTIVATION_KINDS,
     SCHEMES,
@@ -36,10 +52,10 @@ from bitdial.functional.schemes import (
     Scheme,
     apply,
     check_codes,
+    check_phase,
     code_range,
     lsq_gradient_scale,
     narrow,
-    per_channel,
     scheme_of,
 )
 from bitdial.functional.weights import (
@@ -49,17 +65,22 @@ from bitdial.functional.weights import (
     fake_quantize,
     quantize,
     unclipped_range,
+    weight_of_codes,
 )
 
 __all__ = [
     "ACTIVATION_KINDS",
+    "MOST_MULTIPLIER",
     "SCHEMES",
     "TIE_RULES",
+    "Granularity",
     "Scheme",
     "apply",
+    "by_scale",
     "check_activation",
     "check_codes",
     "check_fake_quantize",
+    "check_phase",
     "code_range",
     "dequantize",
     "dequantize_activation",
@@ -67,11 +88,16 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_activation",
     "integer_zero_point",
+    "join_scale",
     "lsq_gradient_scale",
     "narrow",
-    "per_channel",
     "quantize",
     "quantize_activation",
     "scheme_of",
+    "split_scale",
+    "spread",
+    "two_level",
     "unclipped_range",
+    "values_by_scale",
+    "weight_of_codes",
 ]

@@ -1,6 +1,7 @@
 """The weight schemes, and the integers they share."""
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
 
@@ -15,44 +16,136 @@ TIE_RULES: tuple[str, ...] = ("even", "up")
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """What tells one weight scheme from another; see the table in `bitdial.functional`."""
+    """What tells one weight scheme from another; see the table in `bitdial.functional`.
+
+    Outside this package nobody looks at the first five fields: the properties say what follows from them.
+    """
 
     first: Literal["nearest", "floor", "nearest_half"]
     second: Literal["nearest", "floor"] | None
-    offset: float
     scale: Literal["shared", "per_bits", "derived"]
+    middle: Literal["nowhere", "everywhere", "below"]  # at which widths a value is the middle of its cell
+    phase: int = 0  # added to a code before it is stored: moves the cells of the lower widths
 
     @property
     def narrows(self) -> bool:
         """Whether lower widths can be made from the stored high-bit integers."""
         return self.second is not None
 
+    @property
+    def nests(self) -> bool:
+        """Whether low codes are bit prefixes of the stored ones, so that one buffer serves every width."""
+        return self.second == "floor"
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether all widths learn one scale."""
+        return self.scale == "shared"
+
+    @property
+    def has_scale_per_width(self) -> bool:
+        """Whether each width learns a scale of its own."""
+        return self.scale == "per_bits"
+
+    @property
+    def derives_scale(self) -> bool:
+        """Whether the scale is computed from the weights, not learned."""
+        return self.scale == "derived"
+
+    @property
+    def has_ties(self) -> bool:
+        """Whether the tie rule of the second rounding matters."""
+        return self.second == "nearest"
+
+    @property
+    def first_is_floor(self) -> bool:
+        """Whether the first rounding goes down instead of to the nearest."""
+        return self.first == "floor"
+
+    def second_rounding(self, ties: str) -> str | None:
+        """The second rounding by one name: 'nearest even', 'nearest up', 'floor', or None."""
+        return f"nearest {ties}" if self.second == "nearest" else self.second
+
+    def source(self, weight: Tensor) -> Tensor:
+        """What is divided by the scale: the weight, or its tanh for the DoReFa family.
+
+        tanh is taken in float64 and rounded once, so that every device gives the same float32.
+        """
+        return weight.double().tanh().to(weight.dtype) if self.derives_scale else weight
+
+    def offset(self, shift: int) -> float:
+        """What is added to a code that is `shift` bits below the stored ones; value = (code + offset) * step."""
+        if self.middle == "everywhere" or (self.middle == "below" and shift):
+            return 0.5 - self.phase * 2.0**-shift
+        return float(-self.phase)
+
+    def integers(self, shift: int) -> tuple[int, int]:
+        """(factor, addend) of the weight integer: value = (factor * code + addend) * step / factor.
+
+        `nested` counts in steps of the stored codes at every width.
+        """
+        if self.middle == "everywhere":
+            return 2, 1
+        if self.middle == "below":
+            return 1 << shift, (1 << shift >> 1) - self.phase
+        return 1, 0
+
+    def fits_int8(self, bits: int) -> bool:
+        """Whether the weight integers of `bits`-bit codes fit int8: all do but 2 * code + 1 at 8 bits."""
+        return self.middle != "everywhere" or bits < 8
+
+    def stored_range(self, bits: int) -> tuple[int, int]:
+        """The smallest and largest code that is stored at `bits` bits."""
+        least, most = code_range(bits)
+        return least + self.phase, most
+
 
 SCHEMES: dict[str, Scheme] = {
-    "double_rounding": Scheme(first="nearest", second="nearest", offset=0.0, scale="shared"),
-    "nested": Scheme(first="floor", second="floor", offset=0.5, scale="shared"),
-    "truncate": Scheme(first="nearest", second="floor", offset=0.0, scale="shared"),
-    "adabits": Scheme(first="floor", second="floor", offset=0.0, scale="derived"),
-    "lsq": Scheme(first="nearest", second=None, offset=0.0, scale="per_bits"),
-    "dorefa": Scheme(first="nearest_half", second=None, offset=0.5, scale="derived"),
+    "double_rounding": Scheme(first="nearest", second="nearest", scale="shared", middle="nowhere"),
+    "nested": Scheme(first="nearest", second="floor", scale="shared", middle="below"),
+    "centred": Scheme(first="floor", second="floor", scale="shared", middle="everywhere"),
+    "truncate": Scheme(first="nearest", second="floor", scale="shared", middle="nowhere"),
+    "adabits": Scheme(first="floor", second="floor", scale="derived", middle="nowhere"),
+    "lsq": Scheme(first="nearest", second=None, scale="per_bits", middle="nowhere"),
+    "dorefa": Scheme(first="nearest_half", second=None, scale="derived", middle="everywhere"),
 }
+PHASED = "nested"  # the scheme that takes a phase: 'nested+8'
 
 
+@functools.cache
 def scheme_of(name: str) -> Scheme:
-    """The scheme called `name`; raises ConfigError with the known names otherwise."""
-    if not isinstance(name, str) or name not in SCHEMES:
-        raise ConfigError(f"scheme={name!r} is not known; choose one of {', '.join(SCHEMES)}")
-    return SCHEMES[name]
+    """The scheme called `name`, such as 'double_rounding', or 'nested+8' for a phase of 8.
+
+    Raises ConfigError with the known names otherwise.
+    """
+    if isinstance(name, str) and name in SCHEMES:
+        return SCHEMES[name]
+    base, plus, phase = name.partition("+") if isinstance(name, str) else ("", "", "")
+    if base == PHASED and plus and phase.isdecimal() and phase == str(int(phase)) and int(phase) > 0:
+        return replace(SCHEMES[PHASED], phase=int(phase))
+    raise ConfigError(f"scheme={name!r} is not known; choose one of {', '.join(SCHEMES)}, or 'nested+8' for a phase")
+
+
+def check_phase(name: str, high: int) -> None:
+    """Raise ConfigError unless the weight integers of every width below `high` fit `high` bits with the scheme's phase.
+
+    A phase of 2^(shift - 1) puts a zero into the grid that is `shift` bits below the stored codes.
+    """
+    rule = scheme_of(name)
+    least, most = code_range(high)
+    for shift in range(high - 1):
+        factor, addend = rule.integers(shift)
+        integers = [factor * (code >> shift) + addend for code in rule.stored_range(high)]
+        if rule.phase and not (rule.phase < most and all(least <= integer <= most for integer in integers)):
+            raise ConfigError(
+                f"phase={rule.phase} does not fit {high}-bit codes; powers of two up to {max(1 << high >> 3, 1)} do: "
+                "2^(shift - 1) gives the width that is `shift` bits below the highest a zero"
+            )
 
 
 def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
     """The smallest and largest code of `bits` bits."""
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
-
-
-def per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """View `values` (channels,) or (1,) so that it broadcasts over dimension 0 of `like`."""
-    return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def check_whole(**widths: object) -> None:
@@ -86,7 +179,7 @@ def narrow(codes: Tensor, *, high: int, low: int, scheme: str = "double_rounding
     if not rule.narrows:
         raise ConfigError(
             f"scheme {scheme!r} cannot be narrowed from integers: each width is rounded from the float weight; "
-            "use double_rounding, nested, truncate or adabits"
+            "use double_rounding, nested, centred, truncate or adabits"
         )
     check_ties(ties)
     if not isinstance(codes, Tensor):
@@ -97,7 +190,7 @@ def narrow(codes: Tensor, *, high: int, low: int, scheme: str = "double_rounding
     shift = high - low
     if shift == 0:
         return codes.clone()
-    if rule.second == "floor":
+    if rule.nests:
         return codes >> shift
     wide = codes.to(torch.int32)
     floor = wide >> shift

@@ -1,5 +1,6 @@
 """Weights: to codes, back to values, and fake-quantised with their gradients."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial.errors import ConfigError, QuantizationError
+from bitdial.functional.granularity import by_scale, spread, values_by_scale
 from bitdial.functional.schemes import (
     Scheme,
     apply,
@@ -14,26 +16,17 @@ from bitdial.functional.schemes import (
     check_whole,
     check_widths,
     code_range,
-    per_channel,
     scheme_of,
 )
 
 
-def _source(weight: Tensor, scheme: Scheme) -> Tensor:
-    """What is divided by the scale: the weight, or its tanh for the DoReFa family.
-
-    tanh is taken in float64 and rounded once, so that every device gives the same float32.
-    """
-    return weight.double().tanh().to(weight.dtype) if scheme.scale == "derived" else weight
-
-
-def derived_scale(weight: Tensor, *, bits: int, scheme: str, channels: int) -> Tensor:
-    """The scale (channels,) that `adabits` and `dorefa` compute from the weights instead of learning.
+def derived_scale(weight: Tensor, *, bits: int, scheme: str, shape: tuple[int, ...]) -> Tensor:
+    """The scale, of that shape, that `adabits` and `dorefa` compute from the weights instead of learning.
 
     With m = max|tanh W|: m / 2**(bits-1) for `adabits`, 2 m / (2**bits - 1) for `dorefa`.
     """
-    source = _source(weight, scheme_of(scheme)).detach()
-    largest = source.abs().reshape(channels, -1).amax(dim=1)
+    source = scheme_of(scheme).source(weight).detach()
+    largest = source.abs().reshape(math.prod(shape), -1).amax(dim=1).reshape(shape)
     largest = largest.clamp_min(torch.finfo(weight.dtype).tiny * 2**bits)  # the scale stays a normal number
     if scheme == "adabits":
         return largest / 2 ** (bits - 1)
@@ -42,13 +35,16 @@ def derived_scale(weight: Tensor, *, bits: int, scheme: str, channels: int) -> T
 
 
 def _first_rounding(ratio: Tensor, scheme: Scheme, bits: int) -> Tensor:
+    """The stored codes, as whole numbers held in floats."""
     if scheme.first == "floor":
         codes = ratio.floor()
     elif scheme.first == "nearest":
         codes = ratio.round()
     else:
         codes = (ratio - 0.5).round_()
-    return codes.clamp_(*code_range(bits))
+    if scheme.phase:
+        codes.add_(scheme.phase)
+    return codes.clamp_(*scheme.stored_range(bits))
 
 
 def _second_rounding(codes: Tensor, scheme: Scheme, low: int, shift: int, ties: str) -> Tensor:
@@ -65,7 +61,7 @@ def _second_rounding(codes: Tensor, scheme: Scheme, low: int, shift: int, ties: 
 def quantize(weight: Tensor, scale: Tensor, *, bits: int, scheme: str = "double_rounding") -> Tensor:
     """Integer codes (int8, the shape of `weight`) at `bits` bits: the first rounding (Eq. 1).
 
-    `scale` is (output channels,) or (1,), positive. Raises where a weight or scale is not finite.
+    `scale` is (1,), (rows,) or (rows, groups), positive. Raises where a weight or scale is not finite.
     """
     check_whole(bits=bits)
     check_widths(bits, bits)
@@ -74,14 +70,33 @@ def quantize(weight: Tensor, scale: Tensor, *, bits: int, scheme: str = "double_
     if not bool((scale > 0).all() & torch.isfinite(scale).all()):
         raise QuantizationError("a weight scale is not a positive finite number")
     rule = scheme_of(scheme)
-    ratio = _source(weight, rule) / per_channel(scale, weight)
-    return _first_rounding(ratio, rule, bits).to(torch.int8)
+    rows, flat = by_scale(rule.source(weight), scale)
+    return _first_rounding(rows / spread(flat, rows), rule, bits).to(torch.int8).reshape(weight.shape)
 
 
 def dequantize(codes: Tensor, scale: Tensor, *, shift: int = 0, scheme: str = "double_rounding") -> Tensor:
-    """Values of integer codes: (codes + offset) * (scale * 2**shift) (Eq. 3), in the scale's dtype."""
-    values = codes.to(scale.dtype, copy=True).add_(scheme_of(scheme).offset)
-    return values.mul_(per_channel(scale * 2.0**shift, codes))
+    """Values of codes `shift` bits below the stored: (codes + offset) * (scale * 2**shift) (Eq. 3), in scale's dtype.
+
+    `scale` is that of one step between stored codes: (1,), (rows,) or (rows, groups).
+    """
+    values = codes.to(scale.dtype, copy=True).add_(scheme_of(scheme).offset(shift))
+    rows, flat = by_scale(values, scale * 2.0**shift)
+    return rows.mul_(spread(flat, rows)).reshape(codes.shape)
+
+
+def weight_of_codes(codes: Tensor, scale: Tensor, *, bits: int, scheme: str) -> Tensor:
+    """A float weight whose stored codes at `bits` bits are `codes`, for training to go on from."""
+    rule = scheme_of(scheme)
+    if rule.first_is_floor:  # the middle of each cell, safe from rounding
+        values = values_by_scale(codes.to(scale.dtype) + 0.5, scale)
+    else:
+        values = dequantize(codes, scale, scheme=scheme)
+    if not rule.derives_scale:
+        return values
+    # adabits quantises tanh(W) and takes its scale from the largest, which must come out as it was; where that is 1,
+    # tanh of anything above 9 gives it.
+    levels = 2 ** (bits - 1)
+    return (values.double() * (levels / (levels - 0.5))).clamp(-1 + 1e-8, 1 - 1e-8).atanh().float()
 
 
 class _FakeQuantizeWeight(torch.autograd.Function):
@@ -105,15 +120,15 @@ class _FakeQuantizeWeight(torch.autograd.Function):
         gradient_scale: float,
     ) -> Tensor:
         shift = high - low
-        ratio = weight / per_channel(scale, weight)
+        ratio = weight / spread(scale, weight)
         codes = _first_rounding(ratio, scheme, high)
         codes = _second_rounding(codes, scheme, low, shift, ties)
-        if scheme.offset:
-            codes.add_(scheme.offset)
+        if offset := scheme.offset(shift):
+            codes.add_(offset)
         ctx.save_for_backward(ratio, codes)
         ctx.high, ctx.low, ctx.scheme, ctx.gradient_scale = high, low, scheme, gradient_scale
         ctx.channels = scale.numel()
-        return codes * per_channel(scale * 2.0**shift, weight)
+        return codes * spread(scale * 2.0**shift, weight)
 
     @staticmethod
     @once_differentiable
@@ -135,13 +150,13 @@ def unclipped_range(scheme: Scheme, high: int, low: int) -> tuple[float, float]:
     """The open interval of v = W / (scale 2**shift) inside which nothing is clipped.
 
     Rounding to nearest clips beyond the outermost codes. A floor at `low` bits has cells up to one code
-    further; `truncate` clips where its first rounding, at `high` bits, does.
+    further; `truncate` and `nested` clip where their first rounding, at `high` bits, does.
     """
     least, most = code_range(low)
     if scheme.first == "floor":
         return least, most + 1
     if scheme.second == "floor":
-        return least, code_range(high)[1] / 2.0 ** (high - low)
+        return least, (code_range(high)[1] - scheme.phase) / 2.0 ** (high - low)
     return least, most
 
 
@@ -150,12 +165,12 @@ class _FakeQuantizeTanh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, scale: Tensor, high: int, low: int, scheme: Scheme) -> Tensor:
-        source = _source(weight, scheme)
+        source = scheme.source(weight)
         shift = high - low
-        codes = _first_rounding(source / per_channel(scale, weight), scheme, high)
+        codes = _first_rounding(source / spread(scale, weight), scheme, high)
         codes = _second_rounding(codes, scheme, low, shift, "even")
         ctx.save_for_backward(source)
-        return codes.add_(scheme.offset).mul_(per_channel(scale * 2.0**shift, weight))
+        return codes.add_(scheme.offset(shift)).mul_(spread(scale * 2.0**shift, weight))
 
     @staticmethod
     @once_differentiable
@@ -184,11 +199,14 @@ def fake_quantize(
 ) -> Tensor:
     """`weight` as its `low`-bit code says it, made through the `high`-bit code; differentiable.
 
-    Equal to dequantize(narrow(quantize(weight))). `scale` is (output channels,) or (1,); `gradient_scale` multiplies
-    its gradient. For `lsq` and `dorefa`, high == low and `scale` belongs to that width.
+    Equal to dequantize(narrow(quantize(weight))). `scale` is (1,), (rows,) or (rows, groups); `gradient_scale`
+    multiplies its gradient. For `lsq` and `dorefa`, high == low and `scale` belongs to that width.
     """
     check_fake_quantize(high, low, scheme, ties)
     rule = scheme_of(scheme)
-    if rule.scale == "derived":
-        return apply(_FakeQuantizeTanh, weight, scale, high, low, rule)
-    return apply(_FakeQuantizeWeight, weight, scale, high, low, rule, ties, gradient_scale)
+    rows, flat = by_scale(weight, scale)
+    if rule.derives_scale:
+        values = apply(_FakeQuantizeTanh, rows, flat, high, low, rule)
+    else:
+        values = apply(_FakeQuantizeWeight, rows, flat, high, low, rule, ties, gradient_scale)
+    return values if rows is weight else values.reshape(weight.shape)

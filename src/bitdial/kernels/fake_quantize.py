@@ -123,9 +123,11 @@ def fake_quantize(
 ) -> Tensor:
     """`weight` as its `low`-bit code says it, differentiable; see `bitdial.functional.fake_quantize`."""
     settings: dict[str, Any] = {"high": high, "low": low, "scheme": scheme, "ties": ties}
-    if use_triton(weight) and weight.dtype == torch.float32 and bf.scheme_of(scheme).scale != "derived":
+    if use_triton(weight) and weight.dtype == torch.float32 and not bf.scheme_of(scheme).derives_scale:
         bf.check_fake_quantize(**settings)
-        return quantize_weight_by(weight, WeightCodes.of(scale, **settings, gradient_scale=gradient_scale))
+        rows, flat = bf.by_scale(weight, scale)
+        values = quantize_weight_by(rows, WeightCodes.of(flat, **settings, gradient_scale=gradient_scale))
+        return values if rows is weight else values.reshape(weight.shape)
     return bf.fake_quantize(weight, scale, **settings, gradient_scale=gradient_scale)
 
 

@@ -34,19 +34,19 @@ def packed_linear(
     fields: Sequence[int],
     bits: int,
     high: int,
-    centred: bool,
+    offset: float,
 ) -> Tensor:
     """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
 
-    `words` as `layouts` draws them, in `fields`; `scale` (rows,) float32, of one step at `high` bits; `centred`: the
-    offset is 1/2, else 0. `PackedWeight.linear` checks what it is given; this does not.
+    `words` as `layouts` draws them, in `fields`; `scale` (rows,) float32, of one step at `high` bits; `offset` is
+    what the scheme adds to a code of that width. `PackedWeight.linear` checks what it is given; this does not.
     """
     if triton_runs(x):
         from bitdial.kernels.triton.packed import linear as triton_linear
 
-        return triton_linear.linear(x, words, scale, bias, fields=tuple(fields), bits=bits, high=high, centred=centred)
+        return triton_linear.linear(x, words, scale, bias, fields=tuple(fields), bits=bits, high=high, offset=offset)
     codes = unpack_words(words, fields, bits, scale.numel(), x.shape[1])
-    weight = (codes + 0.5 * centred) * (scale.double() * 2.0 ** (high - bits))[:, None]
+    weight = (codes + offset) * (scale.double() * 2.0 ** (high - bits))[:, None]
     y = x.double() @ weight.T
     return (y if bias is None else y + bias.double()).to(x.dtype)
 
@@ -60,7 +60,7 @@ def _(
     fields: Sequence[int],
     bits: int,
     high: int,
-    centred: bool,
+    offset: float,
 ) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[0]))
 
@@ -91,7 +91,7 @@ class PackedWeight:
         cls, codes: Tensor, scale: Tensor, *, bit_choices: Sequence[int], name: str, scheme: str = "nested"
     ) -> "PackedWeight":
         """One buffer that is read at any of `bit_choices`; `codes` (rows, columns) int8 of the highest."""
-        if bf.scheme_of(scheme).second != "floor":
+        if not bf.scheme_of(scheme).nests:
             raise ConfigError(f"layer {name!r}: scheme {scheme!r} does not nest; its lower widths are not bit-planes")
         fields = nested_fields(bit_choices)
         return cls(
@@ -102,7 +102,7 @@ class PackedWeight:
     @property
     def bit_choices(self) -> tuple[int, ...]:
         """The widths at which the words can be read, from the highest: only one where lower ones are rounded anew."""
-        if bf.scheme_of(self.scheme).second != "floor":
+        if not bf.scheme_of(self.scheme).nests:
             return (sum(self.fields),)
         return tuple(sum(self.fields[: i + 1]) for i in reversed(range(len(self.fields))))
 
@@ -118,9 +118,9 @@ class PackedWeight:
             found = f"{tuple(x.shape)} on {x.device}"
             wanted = f"(..., {self.columns}) on {self.words.device}"
             raise QuantizationError(f"layer {self.name!r}: its input is {found}, expected {wanted}")
-        centred = bf.scheme_of(self.scheme).offset == 0.5
+        offset = bf.scheme_of(self.scheme).offset(self.high - bits)
         flat = x.reshape(-1, self.columns)
-        y = packed_linear(flat, self.words, self.scale, bias, self.fields, bits, self.high, centred)
+        y = packed_linear(flat, self.words, self.scale, bias, self.fields, bits, self.high, offset)
         return y.view(*x.shape[:-1], self.scale.numel())
 
     def codes(self, bits: int) -> Tensor:

@@ -8,7 +8,8 @@ new. Work is cut into blocks, one for a program of the kernel, which reads its l
 its key does not change. Numbers of 32 bits are copied as words, whatever they mean.
 
     code_blocks (blocks, 6)   key, where it begins in master and in active (in words of 4 bytes), stored width,
-                              second rounding (`codes.SECOND`), 1 if the integer below 8 bits is 2 * code + 1
+                              second rounding (`codes.SECOND`), the grid: 0 plain codes, 1 the integer below
+                              8 bits is 2 * code + 1, 2 + phase steps of the stored codes (`nested`)
     word_blocks (blocks, 5)   key, where row 0 begins in table, where the words begin, words from row to row, words;
                               all but the key are multiples of 4
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from bitdial import functional as bf
 from bitdial.kernels.fake_quantize import triton_runs
 from bitdial.kernels.in_place import BLOCK_WORDS, in_place_op
-from bitdial.kernels.width_table import SECOND
+from bitdial.kernels.width_table import DOUBLED, NESTED, PLAIN, SECOND
 
 BLOCK_BYTES = 4 * BLOCK_WORDS
 _RUN_BYTES = 64 * BLOCK_BYTES  # that the reference narrows at once: what lies between its steps stays in the cache
@@ -86,8 +87,21 @@ def _follows(run: _Run, block: _Run) -> bool:
     return ends == (block.source, block.target) and run.how == block.how
 
 
-def narrowed(codes: Tensor, bits: int, high: int, second: int, centred: int) -> Tensor:
-    """What the kernels multiply with, int8: the `bits`-bit codes, or 2 * code + 1 if `centred` and that fits."""
+def grid_of(scheme: str) -> int:
+    """How the weight integers of `scheme` follow from its codes, as a number for code blocks."""
+    rule = bf.scheme_of(scheme)
+    if rule.integers(1) == (1, 0):
+        return PLAIN
+    return DOUBLED if rule.integers(0) == (2, 1) else NESTED + rule.phase
+
+
+def narrowed(codes: Tensor, bits: int, high: int, second: int, grid: int) -> Tensor:
+    """What the kernels multiply with, int8: the weight integers of the `bits`-bit codes, as `grid` says."""
     scheme, ties = _RULES[second]
     codes = bf.narrow(codes, high=high, low=bits, scheme=scheme, ties=ties)
-    return 2 * codes + 1 if centred and bits < 8 else codes
+    if grid == PLAIN or (grid == DOUBLED and bits == 8):
+        return codes
+    if grid == DOUBLED:
+        return 2 * codes + 1
+    shift = high - bits
+    return (codes << shift) + ((1 << shift >> 1) - (grid - NESTED))

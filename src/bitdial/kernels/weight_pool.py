@@ -41,7 +41,7 @@ def repack_(
     if triton_runs(master):
         from bitdial.kernels.triton.packed import repack as triton_repack
 
-        second = SECOND[f"nearest {ties}" if rule.second == "nearest" else rule.second]
+        second = SECOND[rule.second_rounding(ties)]
         triton_repack.repack(master, active, blocks, layers, bits, held, high=high, widest=widest, second=second)
         return
     for layer in {int(owner) for (owner, _), b in zip(blocks, held, strict=True) if b != bits[int(owner)]}:

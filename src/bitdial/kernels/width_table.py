@@ -14,6 +14,7 @@ from torch import Tensor
 from bitdial import functional as bf
 
 SECOND = {None: 0, "nearest even": 1, "nearest up": 2, "floor": 3}
+PLAIN, DOUBLED, NESTED = 0, 1, 2  # how weight integers follow from codes; see `switch_ops`
 
 
 class Dial(NamedTuple):
@@ -42,17 +43,16 @@ def first_row(device: torch.device) -> Tensor:
 
 
 class WeightCodes(NamedTuple):
-    """How the kernels quantise a weight: its scale, its width, the kinds of its roundings, the offset of its values.
+    """How the kernels quantise a weight: its scale, its width, the kinds of its roundings.
 
-    A row of the dial: the range of the high codes, that of the low ones, 2^-shift, 2^shift, the open range of
-    W / scale within which nothing is clipped, the factor of the scale's gradient.
+    A row of the dial: the range of the first rounding, that of the low codes, 2^-shift, 2^shift, the open range of
+    W / scale within which nothing is clipped, the factor of the scale's gradient, the phase, the offset of the values.
     """
 
     scale: Tensor
     dial: Dial
     first_floor: bool
     second: int
-    offset: float
 
     @classmethod
     def of(cls, scale: Tensor, *, high: int, low: int, scheme: str, ties: str, gradient_scale: float) -> "WeightCodes":
@@ -65,15 +65,16 @@ class WeightCodes(NamedTuple):
     ) -> "WeightCodes":
         """The codes at the width (high, low, gradient scale) that `choice` names."""
         rule = bf.scheme_of(scheme)
-        second = f"nearest {ties}" if rule.second == "nearest" else rule.second
         rows = [_weight_row(rule, *width) for width in widths]
-        return cls(scale, Dial.of(rows, choice, scale.device), rule.first == "floor", SECOND[second], rule.offset)
+        return cls(scale, Dial.of(rows, choice, scale.device), rule.first_is_floor, SECOND[rule.second_rounding(ties)])
 
 
 def _weight_row(rule: bf.Scheme, high: int, low: int, gradient_scale: float) -> tuple[float, ...]:
     up = 2.0 ** (high - low)
     unclipped = (bound * up for bound in bf.unclipped_range(rule, high, low))
-    return *bf.code_range(high), *bf.code_range(low), 1 / up, up, *unclipped, gradient_scale
+    first = (code - rule.phase for code in rule.stored_range(high))
+    offset = rule.offset(high - low)
+    return *first, *bf.code_range(low), 1 / up, up, *unclipped, gradient_scale, float(rule.phase), offset
 
 
 class ActivationCodes(NamedTuple):

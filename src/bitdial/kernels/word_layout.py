@@ -181,7 +181,7 @@ class Extract(NamedTuple):
 
     `times` and `plus` are pairs of equal bf16 or fp16 numbers, as int32. Where `sign_mask` is not 0 (8 bits do not fit
     the 7 of bf16's mantissa), the sign is subtracted: the bit under that mask, over `magic`, reads as 2^7 or 2^8. Where
-    `half` is not 0, it is that number and is added last.
+    `later` is not 0, it is the offset and is added last.
     """
 
     word: int
@@ -191,24 +191,26 @@ class Extract(NamedTuple):
     times: int
     plus: int
     sign_mask: int
-    half: int
+    later: int
 
 
 @functools.cache
-def extracts(bits: int, cell: int, dtype: torch.dtype, centred: bool) -> tuple[Extract, ...]:
-    """The steps for each of the 16 slots; the numbers are c, or c + 1/2 if `centred`, and exact in `dtype`."""
+def extracts(bits: int, cell: int, dtype: torch.dtype, offset: float) -> tuple[Extract, ...]:
+    """The steps for each of the 16 slots; the numbers are c + offset, and exact in `dtype`."""
     mantissa = {torch.bfloat16: 7, torch.float16: 10}[dtype]
     together = max((mantissa - bits) // cell + 1, 1)  # cells that lie in the mantissa at once
     steps = []
     for j in range(SLOTS):
         word, at = j % cell, j // cell
         shift, place = cell * together * (at // together), cell * (at % together)
-        if centred and shift and cell * (together - 1) + 1 + bits <= mantissa:
+        if offset and shift and cell * (together - 1) + 1 + bits <= mantissa:
             shift, place = shift - 1, place + 1
-        # c = u - 2^(bits-1). The half is added with it where both make one number of this type: not at place 0, which
-        # is why a shift leaves a place free if it can.
-        now = 0.5 if centred and place > 0 else 0.0
-        later = _pair(0.5, dtype) if centred and place == 0 else 0
+        # c = u - 2^(bits-1). The offset is added with it where both make one number of this type: a half not at place
+        # 0, which is why a shift leaves a place free if it can.
+        base = 2.0 ** (mantissa - place) + 2.0 ** (bits - 1)
+        at_once = bits <= mantissa and float(torch.tensor(base - offset, dtype=dtype)) == base - offset
+        now = offset if at_once else 0.0
+        later = 0 if at_once or not offset else _pair(offset, dtype)
         exponent = _bits(2.0**mantissa, dtype)
         if bits > mantissa:
             masks = _both(0x7F), _both(exponent), _pair(-1.0, dtype), 0, _both(0x80)
@@ -217,7 +219,7 @@ def extracts(bits: int, cell: int, dtype: torch.dtype, centred: bool) -> tuple[E
                 _both(((1 << bits) - 1) << place),
                 _both(exponent ^ 1 << bits - 1 + place),
                 _pair(2.0**-place, dtype),
-                _pair(-(2.0 ** (mantissa - place) + 2.0 ** (bits - 1) - now), dtype),
+                _pair(now - base, dtype),
                 0,
             )
         steps.append(Extract(word, shift, *masks, later))

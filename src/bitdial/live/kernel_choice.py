@@ -84,7 +84,7 @@ def _check_packed(artifact: Artifact, dtype: torch.dtype | None) -> None:
 def check_offer(artifact: Artifact, kernels: str, bit_choices: Sequence[int] | None, master: str) -> tuple[int, ...]:
     """The widths that a live model offers; ConfigError if `bit_choices` or `master` ask for what there is not."""
     check_choice("master", master, MASTERS)
-    if master == "host" and (kernels != "packed" or bf.scheme_of(artifact.scheme).second == "floor"):
+    if master == "host" and (kernels != "packed" or bf.scheme_of(artifact.scheme).nests):
         held = (
             f"with {kernels} kernels" if kernels != "packed" else f"for {artifact.scheme!r}, one buffer for all widths"
         )

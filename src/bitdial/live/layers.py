@@ -57,7 +57,7 @@ class PackedLayer(HidesWeight, nn.Module):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Narrow the stored codes to `weight_bits` into `active`, in place."""
-        self.active.copy_(bf.dequantize(*self.weight_codes(weight_bits), scheme=self.scheme))
+        self.active.copy_(self.weight_values(weight_bits))
         self.weight_bits, self.act_bits = weight_bits, act_bits
 
     def refresh(self) -> None:
@@ -72,6 +72,22 @@ class PackedLayer(HidesWeight, nn.Module):
         high = self.bit_choices[0]
         codes = bf.narrow(self.stored, high=high, low=bits, scheme=self.scheme, ties=self.ties)
         return codes, self.weight_scale[0] * 2.0 ** (high - bits)
+
+    def shift(self, bits: int) -> int:
+        """How many bits below the stored codes those of `bits` are."""
+        return self.bit_choices[0] - bits if bf.scheme_of(self.scheme).narrows else 0
+
+    def weight_values(self, bits: int) -> Tensor:
+        """The weight at `bits`, multiplied out."""
+        codes, step = self.weight_codes(bits)
+        offset = bf.scheme_of(self.scheme).offset(self.shift(bits))
+        return codes.to(step.dtype).add_(offset).mul_(bf.spread(step, codes))
+
+    def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]:
+        """The weight at `bits` as integers (int16) and the step (channels,) between them."""
+        codes, step = self.weight_codes(bits)
+        factor, addend = bf.scheme_of(self.scheme).integers(self.shift(bits))
+        return codes.to(torch.int16) * factor + addend, step / factor
 
     def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Scale and zero-point (1,) of the activations at `bits`, or at the selected width."""

@@ -316,17 +316,8 @@ def _master_weight(artifact: Artifact, owner: str) -> Tensor:
     """A float weight whose codes are the stored ones."""
     if not bf.scheme_of(artifact.scheme).narrows:
         return artifact.tensors[f"{owner}/weight"].clone()
-    codes, scale = artifact.codes(owner), artifact.tensors[f"{owner}/weight_scale"][0]
-    if bf.scheme_of(artifact.scheme).first == "floor":  # the middle of each cell, safe from rounding
-        values = (codes.to(scale.dtype) + 0.5) * bf.per_channel(scale, codes)
-    else:
-        values = bf.dequantize(codes, scale, scheme=artifact.scheme)
-    if artifact.scheme != "adabits":
-        return values
-    # adabits quantises tanh(W) and takes its scale from the largest, which must come out as it was; where that is 1,
-    # tanh of anything above 9 gives it.
-    levels = 2 ** (artifact.bit_choices[0] - 1)
-    return (values.double() * (levels / (levels - 0.5))).clamp(-1 + 1e-8, 1 - 1e-8).atanh().float()
+    scale = artifact.tensors[f"{owner}/weight_scale"][0]
+    return bf.weight_of_codes(artifact.codes(owner), scale, bits=artifact.bit_choices[0], scheme=artifact.scheme)
 
 
 def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:

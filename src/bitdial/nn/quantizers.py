@@ -36,9 +36,9 @@ class WeightQuantizer(nn.Module):
         self.bit_choices, self.scheme, self.ties, self.channels = bit_choices, scheme, ties, channels
         self.scale_gradient = scale_gradient
         self.rule = bf.scheme_of(scheme)
-        if self.rule.scale == "shared":
+        if self.rule.shares_scale:
             self.scale = nn.Parameter(scales[bit_choices[0]].clone())
-        elif self.rule.scale == "per_bits":
+        elif self.rule.has_scale_per_width:
             self.scales = nn.ParameterDict({str(b): nn.Parameter(scales[b].clone()) for b in bit_choices})
 
     def stored_bits(self, bits: int) -> int:
@@ -47,16 +47,16 @@ class WeightQuantizer(nn.Module):
 
     def learned_scale(self, bits: int) -> Tensor | None:
         """The scale parameter that width `bits` uses; None if the scheme derives it from the weight."""
-        if self.rule.scale == "shared":
+        if self.rule.shares_scale:
             return self.scale
-        return self.scales[str(bits)] if self.rule.scale == "per_bits" else None
+        return self.scales[str(bits)] if self.rule.has_scale_per_width else None
 
     def scale_of(self, weight: Tensor, bits: int) -> Tensor:
         """The scale (channels,) of the codes that width `bits` is made from."""
         learned = self.learned_scale(bits)
         if learned is not None:
             return learned
-        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, channels=self.channels)
+        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=(self.channels,))
 
     def codes(self, weight: Tensor, bits: int) -> Tensor:
         """Integer codes (int8) of `weight` at `bits`."""

@@ -142,7 +142,7 @@ def quantization_errors(model: nn.Module) -> LayerLosses:
     with torch.no_grad():
         for name, layer in prepared_layers(model).items():
             weight, quantizer = layer.weight.detach(), layer.weight_quantizer
-            source = weight.double().tanh() if quantizer.rule.scale == "derived" else weight.double()
+            source = quantizer.rule.source(weight.double())
             found[name] = {
                 b: float((source - quantizer(weight, b).double()).square().sum()) for b in quantizer.bit_choices
             }

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from bitdial.config import Config, check_bit_choices, check_choice, check_types
 from bitdial.errors import ConfigError
-from bitdial.functional import ACTIVATION_KINDS, TIE_RULES, scheme_of
+from bitdial.functional import ACTIVATION_KINDS, TIE_RULES, check_phase, scheme_of
 
 STARTS: tuple[str, ...] = ("mse", "3std", "lsq")
 SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
@@ -77,11 +77,12 @@ class QuantConfig(Config):
         if not isinstance(self.rules, tuple | list):
             raise ConfigError(f"rules={self.rules!r} must be a tuple of Rule")
         scheme = scheme_of(self.scheme)
+        check_phase(self.scheme, self.bit_choices[0])
         check_choice("ties", self.ties, TIE_RULES)
         check_choice("activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
         check_choice("start", self.start, STARTS)
         check_choice("scale_gradient", self.scale_gradient, SCALE_GRADIENTS)
-        if self.scale_gradient == "printed" and scheme.scale != "shared":
+        if self.scale_gradient == "printed" and not scheme.shares_scale:
             raise ConfigError(
                 f"scale_gradient='printed' is about a weight scale that all widths share; {self.scheme!r} has none. "
                 "Choose double_rounding, nested or truncate, or leave scale_gradient out"

@@ -27,9 +27,9 @@ def weight_scales(
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
     rows = weight.detach().reshape(channels, -1)
     rule = bf.scheme_of(scheme)
-    if rule.scale == "shared":
+    if rule.shares_scale:
         return {bit_choices[0]: _weight_scale(rows, bit_choices[0], bit_choices, scheme, ties, start)}
-    if rule.scale == "per_bits":
+    if rule.has_scale_per_width:
         return {b: _weight_scale(rows, b, (b,), scheme, ties, start) for b in bit_choices}
     return {}
 

@@ -96,7 +96,7 @@ class RecipeOptions:
                 not self.learn_scales and own_scale_steps
             ),
             f"--ties is about double_rounding's second rounding, and {self.scheme} has none: leave it out": (
-                self.ties != QuantConfig.ties and scheme_of(self.scheme).second != "nearest"
+                self.ties != QuantConfig.ties and not scheme_of(self.scheme).has_ties
             ),
         }
         for problem, found in conflicts.items():

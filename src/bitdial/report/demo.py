@@ -142,10 +142,9 @@ def weight_steps(live: nn.Module, name: str, bits: int) -> npt.NDArray[np.float6
     layer = unwrap(live).get_submodule(name)
     if not isinstance(layer, PackedLayer):
         raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; pass the model that load(path) gives")
-    codes, scale = layer.weight_codes(bits)
-    values = bf.dequantize(codes, scale.double(), scheme=layer.scheme)
+    values = layer.weight_values(bits).double()
     step = layer.weight_codes(layer.bit_choices[0])[1].double()
-    return np.asarray((values / bf.per_channel(step, values)).flatten().cpu())
+    return np.asarray((values / bf.spread(step, values)).flatten().cpu())
 
 
 def _artifact_facts(name: str, artifact: Artifact) -> dict[str, str]:

@@ -292,7 +292,7 @@ def _float_layer(layer: QuantLayer) -> nn.Module:
     else:
         linear = cast(nn.Linear, layer)
         made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-    rounded = layer.weight.tanh() if layer.weight_quantizer.rule.scale == "derived" else layer.weight
+    rounded = layer.weight_quantizer.rule.source(layer.weight)
     made.weight = nn.Parameter(rounded.detach())
     made.bias = cast(Any, layer.bias)
     return made.eval()

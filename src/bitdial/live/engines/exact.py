@@ -90,10 +90,8 @@ def _terms(weight: Tensor) -> int:
 
 def _quantized_forward(layer: PackedLayer, x: Tensor) -> Tensor:
     layer.check_input(x)
-    codes, step = layer.weight_codes(layer.weight_bits)
-    integers = codes.double()
-    if bf.scheme_of(layer.scheme).offset:
-        integers, step = integers * 2 + 1, step / 2
+    integers, step = layer.weight_integers(layer.weight_bits)
+    integers = integers.double()
     if layer.act_scale is None:
         y = _float_input_forward(layer, x, integers, step)
     else:

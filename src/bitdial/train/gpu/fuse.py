@@ -74,7 +74,7 @@ class FusedConv(nn.Module):
     def codes(self) -> WeightCodes | None:
         """How the kernels quantise the weight at the selected width; None for a float layer and a derived scale."""
         conv = self.conv
-        if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.scale == "derived":
+        if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.derives_scale:
             return None
         if conv in self.seats:
             return self.seats[conv].weight_codes()

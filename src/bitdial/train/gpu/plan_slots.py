@@ -116,7 +116,7 @@ class Seats:
         choices = (self.current[column : column + 1], self.current[column + 1 : column + 2])
         seat = self.layers[layer] = LayerSeat(layer, *choices)
         weight, act = layer.weight_quantizer, layer.act_quantizer
-        if weight.rule.scale == "per_bits":
+        if weight.rule.has_scale_per_width:
             seat.weight_scale = _seat(self.scales, column, [weight.scales[str(b)] for b in layer.bit_choices])
         if act is not None:
             seat.act_scale = _seat(self.scales, column + 1, [act.scales[str(b)] for b in layer.bit_choices])
@@ -191,7 +191,7 @@ def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | Non
     quantizers = [q for layer in layers for q in (layer.weight_quantizer, layer.act_quantizer) if q is not None]
     if not fast.covers([*layers, *norms]):
         return "a layer or norm is not on the fast path"
-    if any(layer.weight_quantizer.rule.scale == "derived" for layer in layers):
+    if any(layer.weight_quantizer.rule.derives_scale for layer in layers):
         return "the scheme derives its scales from the weights"
     if any(layer.act_quantizer is not None and layer.act_quantizer.kind == "asymmetric" for layer in layers):
         return "activations have zero-points"

@@ -9,9 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.in_place import BLOCK_WORDS
+from bitdial.kernels.width_table import DOUBLED as DOUBLED_GRID
+from bitdial.kernels.width_table import NESTED as NESTED_GRID
 from bitdial.kernels.width_table import SECOND
 
 NEAREST_EVEN, NEAREST_UP = tl.constexpr(SECOND["nearest even"]), tl.constexpr(SECOND["nearest up"])
+DOUBLED, NESTED = tl.constexpr(DOUBLED_GRID), tl.constexpr(NESTED_GRID)
 WARPS = 8
 
 
@@ -34,10 +37,10 @@ def _switch(  # type: ignore[no-untyped-def]
         key = tl.load(line)
         if tl.load(wanted_ptr + keys + key) != 0:
             source, target = tl.multiple_of(tl.load(line + 1), WORDS), tl.multiple_of(tl.load(line + 2), WORDS)
-            high, second, centred = tl.load(line + 3), tl.load(line + 4), tl.load(line + 5)
+            high, second, grid = tl.load(line + 3), tl.load(line + 4), tl.load(line + 5)
             at = tl.arange(0, WORDS)
             words = tl.load(master_ptr + source + at)
-            words = _narrow(words, tl.load(wanted_ptr + key), high, second, centred)
+            words = _narrow(words, tl.load(wanted_ptr + key), high, second, grid)
             tl.store(active_ptr + target + at, words)
     else:
         line = word_blocks_ptr + 5 * (block - code_blocks)
@@ -51,8 +54,8 @@ def _switch(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _narrow(words, low, high, second, centred):  # type: ignore[no-untyped-def]
-    """Four codes of `high` bits in each word to `low` bits, or to 2 * code + 1; see `bitdial.functional.narrow`.
+def _narrow(words, low, high, second, grid):  # type: ignore[no-untyped-def]
+    """Four codes of `high` bits in each word to `low` bits, as weight integers; see `narrowed` in `switch_ops`.
 
     Shifted up to 8 bits and with 128 added, codes are bytes that are not negative: u. Narrowing them from 8 bits is the
     same as narrowing the stored ones, ties included. Of u / 2^shift, `whole` has the floor; what is cut off and the
@@ -67,7 +70,7 @@ def _narrow(words, low, high, second, centred):  # type: ignore[no-untyped-def]
     above = tl.where(low < 8, ONES, 0)  # at 8 bits nothing is rounded
     odd = tl.where(second == NEAREST_EVEN, above, 0)
     lift = tl.where(second == NEAREST_EVEN, tl.maximum(half - 1, 0), tl.where(second == NEAREST_UP, half, 0))
-    twice = tl.where(low < 8, centred, 0)
+    twice = tl.where((low < 8) & (grid == DOUBLED), 1, 0)
     align = 8 - high
     u = ((words << align) & (ONES * ((0xFF << align) & 0xFF))) ^ SIGNS
     whole = (u >> shift) & (ONES * ((1 << low) - 1))
@@ -76,7 +79,11 @@ def _narrow(words, low, high, second, centred):  # type: ignore[no-untyped-def]
     whole -= (whole >> low) & above
     # `whole` is code + 2^(low-1). With 128 added, the results are not negative either; the last step takes it away.
     offset = tl.where(twice != 0, 129 - (1 << low), 128 - (1 << (low - 1)))
-    return ((whole << twice) + ONES * offset) ^ SIGNS
+    integers = (whole << twice) + ONES * offset
+    # `nested`: the code back in its place among the stored bits, the middle of its cell, less the phase.
+    up = high - low
+    steps = (whole << up) + ONES * (128 - (1 << (high - 1)) + ((1 << up) >> 1) - (grid - NESTED))
+    return tl.where(grid < NESTED, integers, steps) ^ SIGNS
 
 
 def switch(

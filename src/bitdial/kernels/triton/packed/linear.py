@@ -176,7 +176,7 @@ def linear(
     fields: tuple[int, ...],
     bits: int,
     high: int,
-    centred: bool,
+    offset: float,
     settings: FewSettings | None = None,
 ) -> Tensor:
     """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type.
@@ -189,7 +189,7 @@ def linear(
         return y
     x = x.contiguous()
     read = merges(read_fields(fields, bits))
-    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, centred))
+    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, offset))
     constants = {
         "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "DTYPE": DTYPES[x.dtype]
     }  # fmt: skip

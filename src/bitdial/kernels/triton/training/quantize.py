@@ -169,7 +169,7 @@ def act_backward(
 
 # --- weights --------------------------------------------------------------------------------------
 
-WEIGHT_NUMBERS = tl.constexpr(9)
+WEIGHT_NUMBERS = tl.constexpr(11)
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _weight_codes(ratio, row, FIRST_FLOOR: tl.constexpr, SECOND: tl.constexpr): 
         codes = tl.floor(_clip(ratio, least_high, most_high + 0.5))
     else:
         codes = _nearest(_clip(ratio, least_high, most_high))
-    codes = codes * down
+    codes = (codes + tl.load(row + 9)) * down
     if SECOND == 1:
         codes = _nearest(_clip(codes, least_low, most_low))
     elif SECOND == 2:
@@ -200,7 +200,6 @@ def _weight_forward(  # type: ignore[no-untyped-def]
     choice_ptr,
     y_ptr,
     length,
-    offset,
     FIRST_FLOOR: tl.constexpr,
     SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -213,7 +212,7 @@ def _weight_forward(  # type: ignore[no-untyped-def]
     scale = tl.load(scale_ptr + channel)
     ratio = tl.div_rn(tl.load(w_ptr + channel * length + at, mask=live, other=0.0), scale)
     codes = _weight_codes(ratio, row, FIRST_FLOOR, SECOND)
-    values = (codes + offset) * (scale * up)
+    values = (codes + tl.load(row + 10)) * (scale * up)
     tl.store(y_ptr + channel * length + at, values.to(y_ptr.dtype.element_ty), mask=live)
 
 
@@ -230,7 +229,6 @@ def _weight_backward(  # type: ignore[no-untyped-def]
     parts,
     length,
     chunks,
-    offset,
     FIRST_FLOOR: tl.constexpr,
     SECOND: tl.constexpr,
     PARTS: tl.constexpr,
@@ -254,18 +252,18 @@ def _weight_backward(  # type: ignore[no-untyped-def]
     inside = (ratio > tl.load(row + 6)) & (ratio < tl.load(row + 7))
     dw = tl.where(inside, g, 0.0)
     tl.store(dw_ptr + channel * length + at, dw, mask=live)
-    terms = tl.where(live, g * ((codes + offset) * up - tl.where(inside, ratio, 0.0)), 0.0)
+    terms = tl.where(live, g * ((codes + tl.load(row + 10)) * up - tl.where(inside, ratio, 0.0)), 0.0)
     tl.store(ds_ptr + channel * chunks + tl.program_id(1), tl.sum(terms) * tl.load(row + 8))
 
 
 def weight_forward(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
     """Fake-quantised `weight` (dense, output channels outermost) in `dtype`; the scale is (channels,) or (1,)."""
     y = torch.empty_like(weight, dtype=dtype)
-    scale, dial, first_floor, second, offset = codes
+    scale, dial, first_floor, second = codes
     rows, length = scale.numel(), weight.numel() // scale.numel()
     if weight.numel():
         _weight_forward[(rows, triton.cdiv(length, ROW_BLOCK))](
-            weight, scale, *dial, y, length, offset, FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK
+            weight, scale, *dial, y, length, FIRST_FLOOR=first_floor, SECOND=second, BLOCK=ROW_BLOCK
         )
     return y
 
@@ -276,14 +274,14 @@ def weight_backward(grad: Tensor, weight: Tensor, codes: WeightCodes) -> tuple[T
     `grad` is in the memory layout of `weight`, or parts of it one after the other, which are added up here.
     """
     dw = torch.empty_like(weight)
-    scale, dial, first_floor, second, offset = codes
+    scale, dial, first_floor, second = codes
     rows, length = scale.numel(), weight.numel() // scale.numel()
     block = min(triton.next_power_of_2(length), ROW_BLOCK)
     chunks, parts = triton.cdiv(length, block), grad.numel() // max(weight.numel(), 1)
     sums = torch.empty((rows, chunks), dtype=torch.float32, device=weight.device)
     if weight.numel():
         _weight_backward[(rows, chunks)](
-            grad, weight, scale, *dial, dw, sums, weight.numel(), parts, length, chunks, offset,
+            grad, weight, scale, *dial, dw, sums, weight.numel(), parts, length, chunks,
             FIRST_FLOOR=first_floor, SECOND=second, PARTS=min(triton.next_power_of_2(parts), SUMMED // block),
             BLOCK=block, num_warps=8 if parts > 1 else 4,
         )  # fmt: skip

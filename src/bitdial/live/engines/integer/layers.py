@@ -14,6 +14,7 @@ from bitdial import functional as bf
 from bitdial.dial.dial import SWITCHBOARD
 from bitdial.errors import QuantizationError
 from bitdial.kernels.integer_ops import Outputs, run_conv2d, run_finish
+from bitdial.kernels.switch_ops import grid_of
 from bitdial.kernels.width_table import SECOND
 from bitdial.live.engines.exact import (
     ExactAdaptiveAvgPool2d,
@@ -35,7 +36,6 @@ from bitdial.live.engines.integer.float_layers import (
 from bitdial.live.engines.integer.operands import (
     Tables,
     act_tables,
-    is_centred,
     needs_halves,
     pair_tables,
     quantizer,
@@ -106,9 +106,8 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
         return [first, bit_choices.index(first) * len(bit_choices) + act, act]
 
     def codes(self) -> Codes:
-        second = bf.scheme_of(self.scheme).second
-        kind = SECOND[f"nearest {self.ties}" if second == "nearest" else second]
-        return Codes(self.filters(self.stored), self.bit_choices[0], kind, is_centred(self))
+        kind = SECOND[bf.scheme_of(self.scheme).second_rounding(self.ties)]
+        return Codes(self.filters(self.stored), self.bit_choices[0], kind, grid_of(self.scheme))
 
     def take_codes(self, stored: Tensor, integers: Tensor) -> None:
         self.stored = stored

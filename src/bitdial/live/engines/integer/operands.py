@@ -22,30 +22,24 @@ class Operated(Protocol):
 
     def weight_codes(self, bits: int) -> tuple[Tensor, Tensor]: ...
 
+    def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]: ...
+
     def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]: ...
 
     def filters(self, codes: Tensor) -> Tensor: ...
 
 
-def is_centred(layer: Operated) -> bool:
-    """Whether a code stands for code + 1/2, which is computed as 2 * code + 1."""
-    return bf.scheme_of(layer.scheme).offset != 0
-
-
 def needs_halves(layer: Operated) -> bool:
-    """Whether there is a width at which 2 * code + 1 does not fit int8."""
-    return is_centred(layer) and 8 in layer.bit_choices
+    """Whether there is a width at which weight integers, 2 * code + 1, do not fit int8."""
+    return not all(bf.scheme_of(layer.scheme).fits_int8(bits) for bits in layer.bit_choices)
 
 
 def weight_operand(layer: Operated, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Integers (K, R, S, C / groups), int8; of those that they stand for the sums (K,), int32, and the step (K,)."""
-    codes, step = layer.weight_codes(bits)
-    integers = layer.filters(codes)
-    sums = integers.flatten(1).sum(dim=1, dtype=torch.int32)
-    if is_centred(layer):
-        sums, step = 2 * sums + integers[0].numel(), step / 2
-        integers = integers if bits == 8 else 2 * integers + 1
-    return integers, sums, step.float().expand(sums.shape)
+    whole, step = layer.weight_integers(bits)
+    sums = whole.flatten(1).sum(dim=1, dtype=torch.int32)
+    integers = whole if bf.scheme_of(layer.scheme).fits_int8(bits) else layer.weight_codes(bits)[0]
+    return layer.filters(integers.to(torch.int8)), sums, step.float().expand(sums.shape)
 
 
 def quantizer(layer: Operated, bits: int) -> Tensor:

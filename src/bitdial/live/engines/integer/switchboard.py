@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from bitdial.dial.dial import Board, Selection
 from bitdial.errors import ConfigError
-from bitdial.kernels.in_place import Numbers, send
-from bitdial.kernels.switch_ops import BLOCK_BYTES, BLOCK_WORDS, switch_
+from bitdial.kernels.in_place import BLOCK_WORDS, Numbers, send
+from bitdial.kernels.switch_ops import BLOCK_BYTES, switch_
 from bitdial.live.engines.integer.operands import Tables
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
@@ -34,7 +34,7 @@ class Codes(NamedTuple):
     filters: Tensor
     high: int
     second: int
-    centred: bool
+    grid: int
 
 
 class BoardPart(nn.Module):
@@ -225,7 +225,7 @@ class Switchboard(Board[_Steps]):
             if weight not in starts:
                 starts[weight] = stored
                 stored += size
-            how = (codes.high, codes.second, int(codes.centred))
+            how = (codes.high, codes.second, codes.grid)
             for at in range(0, size, BLOCK_BYTES):
                 lines.append((self._keys[part].start, (starts[weight] + at) // 4, (active + at) // 4, *how))
             found.append((part, codes, starts[weight], active))

@@ -29,7 +29,7 @@ def packed_linears(
     `master` says where the stored codes of a scheme that rounds anew are kept: 'device' or 'host'. There, tied layers
     have words each, since a plan can give them different widths.
     """
-    if bf.scheme_of(artifact.scheme).second == "floor":
+    if bf.scheme_of(artifact.scheme).nests:
         return _nested(artifact, layers, bit_choices, device)
     arena = ARENAS[master](
         {name: artifact.codes(artifact.owner(name)) for name in layers},
@@ -40,7 +40,7 @@ def packed_linears(
     return {
         layer: ArenaLinear(
             cast(nn.Linear, layer), board, name=name, scale=_row_scale(artifact, name, device), high=arena.high,
-            bit_choices=arena.bit_choices, scheme=arena.scheme,
+            stored=arena.high,            bit_choices=arena.bit_choices, scheme=arena.scheme,
         )
         for name, layer in layers.items()
     }  # fmt: skip
@@ -60,8 +60,8 @@ def _nested(
             words[owner] = pack_words(codes.to(device), fields)
         scale = _row_scale(artifact, name, device) * 2.0 ** (stored - high)
         new[layer] = NestedLinear(
-            cast(nn.Linear, layer), words[owner], fields, name=name, scale=scale, high=high, bit_choices=bit_choices,
-            scheme=artifact.scheme,
+            cast(nn.Linear, layer), words[owner], fields, name=name, scale=scale, high=high, stored=stored,
+            bit_choices=bit_choices, scheme=artifact.scheme,
         )  # fmt: skip
     return new
 

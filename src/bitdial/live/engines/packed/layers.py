@@ -26,6 +26,8 @@ from bitdial.live.hidden_weight import HiddenWeight, HidesWeight
 class WordsLinear(HidesWeight, nn.Linear):
     """What NestedLinear and ArenaLinear share: a scale for each row, of one step at `high` bits. Abstract.
 
+    `stored` is the width of the file's codes; `high` that of the widest words.
+
     `words` in `fields` hold the weight at `weight_bits`. `act_bits` is kept for `get_bits`; activations are float.
     `active` is empty: it has the type that a float weight would have.
     """
@@ -37,13 +39,20 @@ class WordsLinear(HidesWeight, nn.Linear):
     weight: Any = property(lambda self: HiddenWeight(self.name, (self.out_features, self.in_features), self.active))
 
     def __init__(
-        self, linear: nn.Linear, *, name: str, scale: Tensor, high: int, bit_choices: tuple[int, ...], scheme: str
+        self,
+        linear: nn.Linear,
+        *,
+        name: str,
+        scale: Tensor,
+        high: int,
+        stored: int,
+        bit_choices: tuple[int, ...],
+        scheme: str,
     ):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         del self.weight
         self.bias = linear.bias
-        self.name, self.high, self.bit_choices, self.scheme = name, high, bit_choices, scheme
-        self.centred = bf.scheme_of(scheme).offset == 0.5
+        self.name, self.high, self.stored, self.bit_choices, self.scheme = name, high, stored, bit_choices, scheme
         self.weight_bits = self.act_bits = bit_choices[0]
         self.register_buffer("scale", scale)
         self.register_buffer("active", scale.new_empty(0), persistent=False)
@@ -60,7 +69,7 @@ class WordsLinear(HidesWeight, nn.Linear):
             return F.linear(x, self.values().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         flat = x.reshape(-1, self.in_features)
         fields, bits = self.fields, self.weight_bits
-        y = packed_linear(flat, self.words, self.scale, self.bias, fields, bits, self.high, self.centred)
+        y = packed_linear(flat, self.words, self.scale, self.bias, fields, bits, self.high, self.offset)
         return y.view(*x.shape[:-1], self.out_features)
 
     def weight_codes(self) -> tuple[Tensor, Tensor]:
@@ -69,9 +78,15 @@ class WordsLinear(HidesWeight, nn.Linear):
         codes = unpack_words(self.words, self.fields, bits, self.out_features, self.in_features)
         return codes, self.scale * 2.0 ** (self.high - bits)
 
+    @property
+    def offset(self) -> float:
+        """What is added to a code at the selected width."""
+        return bf.scheme_of(self.scheme).offset(self.stored - self.weight_bits)
+
     def values(self) -> Tensor:
         """The weight at the selected width, multiplied out in float32."""
-        return bf.dequantize(*self.weight_codes(), scheme=self.scheme)
+        codes, step = self.weight_codes()
+        return (codes + self.offset) * step[:, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         scale = self.scale

@@ -1,0 +1,99 @@
+"""Which weights share a scale: all of them, those of an output channel, or groups of inputs of a channel.
+
+A weight is seen in rows: dimension 0 counts output channels, dimension 1 their inputs. The shape of its scale says how
+fine it is:
+
+    (1,)             one scale for the whole weight
+    (rows,)          one for each output channel
+    (rows, groups)   one for each run of inputs / groups neighbouring inputs of a channel
+
+A run of inputs of one channel is contiguous in memory, so a weight with groups is a weight of rows * groups shorter
+rows: `by_scale` views it so, and everything that is defined for a scale per channel holds for groups.
+
+Two-level scales keep sums of a row integer sums: a group's scale is a whole number from 1 to MOST_MULTIPLIER times the
+scale of its row, so the row's sum is a sum of (multiplier * code) times activation codes.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitdial.errors import ConfigError
+from bitdial.functional.schemes import apply
+
+MOST_MULTIPLIER = 15  # 4 bits a group; GGUF's blocks have as many
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """How fine the scales of a weight are: per tensor, per channel, or per group of `group_size` inputs."""
+
+    per_channel: bool = True
+    group_size: int | None = None
+
+    def scale_shape(self, shape: tuple[int, ...], name: str = "") -> tuple[int, ...]:
+        """The shape of the scale of a weight (rows, inputs, ...); ConfigError, naming the layer, if groups do not fit.
+
+        A layer of no more inputs than a group has one group a row, which is a scale per channel.
+        """
+        if self.group_size is None or shape[1] <= self.group_size:
+            return (shape[0] if self.per_channel or self.group_size is not None else 1,)
+        groups, rest = divmod(shape[1], self.group_size)
+        if rest:
+            raise ConfigError(
+                f"layer {name!r}: its {shape[1]} inputs are no multiple of group_size={self.group_size}; give it "
+                f"another by a rule, such as Rule(pattern={name!r}, group_size=...), or 0 for a scale per channel"
+            )
+        return shape[0], groups
+
+
+def by_scale(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """(weight, scale) viewed so that each entry of the scale belongs to one row of the weight: (rows, ...), (rows,)."""
+    if scale.dim() < 2:
+        return weight, scale
+    return weight.reshape(scale.numel(), -1), scale.reshape(-1)
+
+
+def spread(scale: Tensor, like: Tensor) -> Tensor:
+    """View a `scale` (rows,) or (1,) so that it broadcasts over dimension 0 of `like`."""
+    return scale.view(-1, *(1,) * (like.dim() - 1))
+
+
+def values_by_scale(values: Tensor, scale: Tensor) -> Tensor:
+    """`values` (weight-shaped) times its scale of any granularity, in the shape of `values`."""
+    rows, flat = by_scale(values, scale)
+    return (rows * spread(flat, rows)).reshape(values.shape)
+
+
+def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Row scales (rows,), float, and multipliers (rows, groups), uint8, of the two-level scale nearest to `scale`.
+
+    The row's scale is that of its largest group divided by MOST_MULTIPLIER.
+    """
+    rows = scale.amax(dim=1) / torch.full_like(scale[:, 0], MOST_MULTIPLIER)
+    multipliers = (scale / rows[:, None]).round_().clamp_(1, MOST_MULTIPLIER)
+    return rows, multipliers.to(torch.uint8)
+
+
+def join_scale(rows: Tensor, multipliers: Tensor) -> Tensor:
+    """The scale (rows, groups) of row scales (rows,) and multipliers (rows, groups)."""
+    return rows[:, None] * multipliers.to(rows.dtype)
+
+
+class _TwoLevel(torch.autograd.Function):
+    """The nearest two-level scale; straight-through."""
+
+    @staticmethod
+    def forward(ctx: Any, scale: Tensor) -> Tensor:
+        return join_scale(*split_scale(scale))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def two_level(scale: Tensor) -> Tensor:
+    """The two-level scale nearest to the learned `scale` (rows, groups); its gradient goes straight through."""
+    return apply(_TwoLevel, scale)
