@@ -18,7 +18,7 @@ from bitdial.errors import ArtifactError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.config import QuantConfig
 
-INTEGER_SCHEMES = ("double_rounding", "nested", "truncate", "adabits")
+INTEGER_SCHEMES = ("double_rounding", "nested", "centred", "truncate", "adabits")
 FLOAT_SCHEMES = ("lsq", "dorefa")
 CHOICES = ((8, 6, 4, 2), (4, 3, 2), (7, 5), (3, 2))
 
@@ -142,7 +142,7 @@ def half_up(code: int, shift: int) -> int:
 
 def narrowed(code: int, high: int, low: int, scheme: str, ties: str) -> int:
     shift = high - low
-    if scheme == "nested" or shift == 0:
+    if scheme != "double_rounding" or shift == 0:
         return code // (1 << shift)
     rounded = half_to_even(code, shift) if ties == "even" else half_up(code, shift)
     return max(-(1 << low - 1), min((1 << low - 1) - 1, rounded))
@@ -173,16 +173,23 @@ def read_weights(data: bytes, bits: int) -> tuple[dict[str, np.ndarray], str]:
         stored = tensor(f"{owner}/codes").reshape(-1)
         codes = stored.astype(np.int64) if high == 8 else unpack(stored, high, math.prod(shape))
         low = [narrowed(int(c), high, bits, manifest["scheme"], manifest["ties"]) for c in codes]
-        offset = np.float32(0.5 if manifest["scheme"] == "nested" else 0.0)
+        scheme, _, phase = manifest["scheme"].partition("+")
+        if manifest["version"] == 1 and scheme == "nested":
+            scheme = "centred"
+        middle = 0.5 if scheme == "centred" or (scheme == "nested" and bits < high) else 0.0
+        offset = np.float32(middle - int(phase or 0) / 2 ** (high - bits))
         step = tensor(f"{owner}/weight_scale")[0] * np.float32(2 ** (high - bits))
         values = np.array(low, np.float32).reshape(shape) + offset
         weights[name] = values * step.reshape(-1, *(1,) * (len(shape) - 1))
     return weights, total.hexdigest()
 
 
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+@pytest.mark.parametrize(
+    ("scheme", "ties"),
+    [("double_rounding", "even"), ("double_rounding", "up"), ("nested", "even"), ("nested+2", "even"),
+     ("centred", "even"), ("truncate", "even")],
+)  # fmt: skip
 @pytest.mark.parametrize("bit_choices", [(8, 6, 4, 2), (4, 3, 2), (7, 5, 4, 3)])
-@pytest.mark.parametrize("ties", ["even", "up"])
 @pytest.mark.parametrize("per_channel", [True, False])
 def test_an_independent_reader_gets_the_weights_and_the_digest(
     tmp_path: Path,
@@ -206,6 +213,32 @@ def test_an_independent_reader_gets_the_weights_and_the_digest(
             assert np.array_equal(values, expected), (name, bits)
 
 
+def test_a_file_of_version_1_that_says_nested_is_one_of_version_2_that_says_centred(
+    tmp_path: Path, prepared: Callable[..., nn.Module], open_file: Callable[[Path], Any]
+) -> None:
+    """The same tensors; this is how files that the first versions wrote keep their meaning."""
+    model = prepared(scheme="centred")
+    digest = save(model, tmp_path / "new")
+    file = open_file(tmp_path / "new")
+    assert (file.manifest["version"], file.manifest["scheme"]) == (2, "centred")
+    file.manifest.update(version=1, scheme="nested")
+    for entry in file.manifest["layers"].values():
+        entry.pop("group_size", None)  # which version 1 did not have
+    file.write(tmp_path / "old")
+    new, old = read_artifact(tmp_path / "new"), read_artifact(tmp_path / "old")
+    assert (new.scheme, old.scheme) == ("centred", "centred")
+    assert old.digest != new.digest == digest  # of the files as they are
+    for bits in (8, 6, 4, 2):
+        weights, _ = read_weights((tmp_path / "old").read_bytes(), bits)
+        for name, values in weights.items():
+            layer = model.get_submodule(name)
+            assert np.array_equal(values, layer.weight_quantizer(layer.weight, bits).detach().numpy()), (name, bits)
+    for version, scheme, meaning in ((1, "truncate", "truncate"), (1, "double_rounding", "double_rounding"),
+                                     (2, "nested", "nested"), (2, "nested+8", "nested+8")):  # fmt: skip
+        file.manifest.update(version=version, scheme=scheme)
+        assert read_artifact(file.write(tmp_path / "other")).scheme == meaning
+
+
 def test_the_tie_rules_differ_on_these_weights(tmp_path: Path, prepared: Callable[..., nn.Module]) -> None:
     """Else the test above could not tell them apart."""
     save(prepared(ties="even"), tmp_path / "even")
@@ -226,7 +259,7 @@ def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], An
     conv["activations"] = "asymmetric"
     assert manifest == {
         "kind": "artifact",
-        "version": 1,
+        "version": 2,
         "scheme": "double_rounding",
         "ties": "even",
         "bit_choices": [8, 6, 4, 2],

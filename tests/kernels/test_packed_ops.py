@@ -25,7 +25,9 @@ CHOICES = (8, 6, 4, 3, 2)
 DTYPES = [torch.bfloat16, torch.float16]
 # The interpreter cuts float32 to bf16 where everything else rounds.
 UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
-CASES = [("nested", bits) for bits in CHOICES] + [("double_rounding", bits) for bits in range(2, 9)]
+NESTED = ("nested", "nested+8", "centred")
+CASES = [*(("nested", bits) for bits in CHOICES), ("nested+8", 8), ("nested+8", 6), ("centred", 8), ("centred", 3)]
+CASES += [("double_rounding", bits) for bits in range(2, 9)]
 
 
 @pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
@@ -40,8 +42,9 @@ def make(scheme: str, bits: int, rows: int, columns: int, scale: Tensor | None =
     if scale is None:
         scale = torch.rand(rows, generator=torch.Generator().manual_seed(rows)) / 50 + 0.01
     scale = scale.to(DEVICE)
-    if scheme == "nested":
-        weight = PackedWeight.nested(codes.to(DEVICE), scale, bit_choices=CHOICES, name="fc")
+    if scheme in NESTED:
+        codes = codes.clamp(min=-128 + int(scheme.partition("+")[2] or 0))
+        weight = PackedWeight.nested(codes.to(DEVICE), scale, bit_choices=CHOICES, name="fc", scheme=scheme)
     else:
         arena = PackedArena({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
         weight = PackedWeight(
@@ -163,7 +166,7 @@ def test_settings_change_no_more_than_the_order_of_sums(tokens: int, settings: d
     x = torch.randn(tokens, 1100, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     y = triton_linear.linear(
-        x, weight.words, weight.scale, bias, fields=weight.fields, bits=4, high=8, centred=True,
+        x, weight.words, weight.scale, bias, fields=weight.fields, bits=4, high=8, offset=0.5,
         settings=triton_linear.FewSettings(**settings),
     )  # fmt: skip
     check_bound(y, x, values, bias)

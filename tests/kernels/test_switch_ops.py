@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.switch_ops import BLOCK_BYTES, BLOCK_WORDS, switch_
+from bitdial.kernels.switch_ops import BLOCK_BYTES, BLOCK_WORDS, grid_of, switch_
 from bitdial.kernels.width_table import SECOND
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -42,23 +42,51 @@ def every_code() -> Tensor:
     return torch.cat(blocks).char().to(DEVICE)
 
 
-@pytest.mark.parametrize("centred", [False, True])
+# How weight integers follow from codes, and the schemes that ask for it; `nested` with a phase as well.
+GRIDS = {0: "truncate", 1: "centred", 2: "nested", 2 + 8: "nested+8"}
+
+
+def test_grids_of_schemes() -> None:
+    assert {grid: scheme for scheme in GRIDS.values() for grid in [grid_of(scheme)]} == GRIDS
+    assert {grid_of(scheme) for scheme in ("double_rounding", "adabits", "lsq")} == {0}
+    assert grid_of("dorefa") == 1
+
+
+def integers(codes: Tensor, high: int, low: int, grid: int) -> Tensor:
+    """From the definitions: the code, 2 * code + 1 below 8 bits, or whole steps of the stored codes."""
+    if grid < 2:
+        return 2 * codes + 1 if grid == 1 and low < 8 else codes
+    cell = 2 ** (high - low)
+    return (codes.long() * cell + cell // 2 - (grid - 2)).to(torch.int8)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("scheme, ties", [("double_rounding", "even"), ("double_rounding", "up"), ("truncate", "even")])
-def test_every_code_and_width(scheme: str, ties: str, centred: bool) -> None:
+def test_every_code_and_width(scheme: str, ties: str, grid: int) -> None:
+    if grid >= 2 and scheme != "truncate":
+        pytest.skip("nested codes are made by a shift")
     second = SECOND["floor" if scheme == "truncate" else f"nearest {ties}"]
+
+    def least(low: int) -> int:
+        """The fewest stored bits, of which some phases need 6."""
+        return max(low, 6) if grid > 2 else low
+
     master = every_code()
+    if grid > 2:  # the lowest codes are never stored with a phase
+        for block, high in zip(master.view(len(HIGHS), -1), HIGHS, strict=True):
+            block.clamp_(min=-(2 ** (high - 1)) + grid - 2)
     for low in HIGHS:
         active = torch.full_like(master, 77)
-        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, second, int(centred)) for i, high in enumerate(HIGHS)]
-        wanted = ints([[low] * len(lines), [int(high >= low) for high in HIGHS]], len(lines))
+        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, second, grid) for i, high in enumerate(HIGHS)]
+        wanted = ints([[low] * len(lines), [int(high >= least(low)) for high in HIGHS]], len(lines))
         empty = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         switch_(master, active, empty, empty.clone(), ints(lines, 6), ints([], 5), wanted)
         for i, high in enumerate(HIGHS):
             block = slice(i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES)
             expected = torch.full((BLOCK_BYTES,), 77, dtype=torch.int8)
-            if high >= low:
+            if high >= least(low):
                 expected = bf.narrow(master[block].cpu(), high=high, low=low, scheme=scheme, ties=ties)
-                expected = 2 * expected + 1 if centred and low < 8 else expected
+                expected = integers(expected, high, low, grid)
             assert torch.equal(active[block].cpu(), expected), (high, low)
 
 

@@ -80,15 +80,15 @@ def test_the_first_planes_are_the_lower_widths(choices: tuple[int, ...]) -> None
 
 def test_few_halves_are_added_on_their_own() -> None:
     cells = {2: 2, 3: 4, 4: 4, 6: 8, 8: 8}
-    halves = {b: sum(s.half != 0 for s in layouts.extracts(b, c, torch.bfloat16, True)) for b, c in cells.items()}
+    halves = {b: sum(s.later != 0 for s in layouts.extracts(b, c, torch.bfloat16, 0.5)) for b, c in cells.items()}
     assert halves == {2: 2, 3: 8, 4: 4, 6: 8, 8: 16}  # of 16 slots
-    assert not any(s.half for b, c in cells.items() for s in layouts.extracts(b, c, torch.bfloat16, False))
+    assert not any(s.later for b, c in cells.items() for s in layouts.extracts(b, c, torch.bfloat16, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("centred", [False, True])
-def test_cells_in_the_mantissa_share_a_shift(dtype: torch.dtype, centred: bool) -> None:
-    shifts = {bits: len({s.shift for s in layouts.extracts(bits, cell, dtype, centred)} - {0})
+@pytest.mark.parametrize("offset", [0.0, 0.5])
+def test_cells_in_the_mantissa_share_a_shift(dtype: torch.dtype, offset: float) -> None:
+    shifts = {bits: len({s.shift for s in layouts.extracts(bits, cell, dtype, offset)} - {0})
               for bits, cell in ((2, 2), (3, 4), (4, 4), (8, 8))}  # fmt: skip
     expected = {2: 2, 3: 1, 4: 3, 8: 1} if dtype == torch.bfloat16 else {2: 1, 3: 1, 4: 1, 8: 1}
     assert shifts == expected

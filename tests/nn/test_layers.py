@@ -15,7 +15,6 @@ from torch.nn import functional
 from bitdial.nn import ActivationQuantizer, QuantConv2d, QuantLinear, WeightQuantizer
 
 BITS = (8, 4, 2)
-OFFSET = {"double_rounding": 0.0, "nested": 0.5, "truncate": 0.0, "lsq": 0.0}
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -29,15 +28,14 @@ def weight_value(weight: Tensor, scale: Tensor, high: int, low: int, scheme: str
     """What the formulas make of a weight, in float64 (`scale` has one entry per channel)."""
     s = scale.double().numpy().reshape(-1, *(1,) * (weight.dim() - 1))
     ratio = weight.double().numpy() / s
-    code = np.clip(
-        np.floor(ratio) if scheme == "nested" else np.rint(ratio),
-        -(2 ** (high - 1)),
-        2 ** (high - 1) - 1,
-    )
-    code = code / 2 ** (high - low)
-    code = np.rint(code) if scheme == "double_rounding" else np.floor(code)
+    step, phase = 2 ** (high - low), int(scheme.partition("+")[2] or 0)
+    code = np.floor(ratio) if scheme == "centred" else np.rint(ratio)
+    code = np.clip(code, -(2 ** (high - 1)), 2 ** (high - 1) - 1 - phase) + phase
+    code = np.rint(code / step) if scheme == "double_rounding" else np.floor(code / step)
     code = np.clip(code, -(2 ** (low - 1)), 2 ** (low - 1) - 1)
-    return torch.from_numpy((code + OFFSET[scheme]) * s * 2 ** (high - low))
+    below = scheme.startswith("nested") and high != low
+    middle = step / 2 if scheme == "centred" or below else 0.0
+    return torch.from_numpy((code * step + middle - phase) * s)
 
 
 def act_value(x: Tensor, scale: float, zero: int, bits: int, kind: str) -> Tensor:
@@ -109,7 +107,7 @@ def test_convolution_of_values_quantised_by_hand(case: str, kind: str) -> None:
         torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("scheme", OFFSET)
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "nested+8", "centred", "truncate", "lsq"])
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
 def test_product_of_values_quantised_by_hand(scheme: str, per_channel: bool, shape: tuple[int, ...]) -> None:
@@ -222,7 +220,7 @@ def test_activation_scale_gradient_carries_the_lsq_factor() -> None:
 
 # --- quantizers ---------------------------------------------------------------------------------
 
-SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
+SCHEMES = ("double_rounding", "nested", "nested+8", "centred", "truncate", "adabits", "lsq", "dorefa")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -247,6 +245,8 @@ def test_weight_codes_are_integers_of_their_width(scheme: str) -> None:
     [
         ("double_rounding", {"scale"}),
         ("nested", {"scale"}),
+        ("nested+8", {"scale"}),
+        ("centred", {"scale"}),
         ("truncate", {"scale"}),
         ("adabits", set()),
         ("lsq", {"scales.8", "scales.4", "scales.2"}),

@@ -7,7 +7,7 @@ from bitdial import QuantConfig, build_model, prepare
 from bitdial.nn import WeightQuantizer
 
 BITS = (8, 6, 4, 2)
-SHARED = ("double_rounding", "nested", "truncate")
+SHARED = ("double_rounding", "nested", "nested+8", "centred", "truncate")
 
 
 def gradients(scheme: str, bits: int, scale_gradient: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -139,7 +139,7 @@ def test_unknown_choices_are_named_with_what_is_offered(setting: str, value: obj
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_printed_gradient_needs_a_shared_scale(scheme: str) -> None:
-    if scheme in ("double_rounding", "nested", "truncate"):
+    if scheme in ("double_rounding", "nested", "centred", "truncate"):
         assert QuantConfig(scheme=scheme, scale_gradient="printed").scale_gradient == "printed"
         return
     with pytest.raises(ConfigError, match=f"'printed'.*'{scheme}' has none.*leave scale_gradient out"):

@@ -24,6 +24,7 @@ from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.prepare import prepare
 
 BITS = (8, 6, 4, 2)
+LEARNED = ("double_rounding", "nested", "nested+8", "centred", "truncate", "lsq")
 QUICK = QuantConfig(start="3std")
 
 
@@ -747,7 +748,7 @@ SMALL: dict[str, tuple[str, dict[str, int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "truncate", "lsq"])
+@pytest.mark.parametrize("scheme", LEARNED)
 @pytest.mark.parametrize("case", SMALL)
 def test_eight_bits_are_close_to_float(case: str, scheme: str) -> None:
     name, arguments, batch = SMALL[case]
@@ -771,7 +772,7 @@ def test_eight_bits_stay_close_to_float_beside_lower_widths(case: str, start: st
     assert errors[8] < 0.25
 
 
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "truncate", "lsq"])
+@pytest.mark.parametrize("scheme", LEARNED)
 @pytest.mark.parametrize("start", ["mse", "3std", "lsq"])
 def test_no_layer_starts_dead(start: str, scheme: str) -> None:
     """At 2 bits a layer whose codes are all the same computes nothing and learns little."""
@@ -894,17 +895,17 @@ def test_the_ready_made_transformer() -> None:
 
 # --- starting scales ----------------------------------------------------------------------------
 
-OFFSET = {"double_rounding": 0.0, "nested": 0.5, "truncate": 0.0, "lsq": 0.0}
-
 
 def squared_error(rows: np.ndarray, scale: np.ndarray, high: int, low: int, scheme: str) -> Any:
     """|W - W_low|^2 by the formulas, per channel, in float64."""
-    s = scale[:, None]
-    code = np.floor(rows / s) if scheme == "nested" else np.rint(rows / s)
-    code = np.clip(code, -(2 ** (high - 1)), 2 ** (high - 1) - 1) / 2 ** (high - low)
+    s, step, phase = scale[:, None], 2 ** (high - low), int(scheme.partition("+")[2] or 0)
+    code = np.floor(rows / s) if scheme == "centred" else np.rint(rows / s)
+    code = (np.clip(code, -(2 ** (high - 1)), 2 ** (high - 1) - 1 - phase) + phase) / step
     code = np.rint(code) if scheme == "double_rounding" else np.floor(code)
     code = np.clip(code, -(2 ** (low - 1)), 2 ** (low - 1) - 1)
-    return ((rows - (code + OFFSET[scheme]) * s * 2 ** (high - low)) ** 2).sum(axis=1)
+    below = scheme.startswith("nested") and high != low
+    middle = step / 2 if scheme == "centred" or below else 0.0
+    return ((rows - (code * step + middle - phase) * s) ** 2).sum(axis=1)
 
 
 def starts_of(weight: Tensor, start: str, scheme: str, channels: int) -> dict[int, Tensor]:
@@ -937,7 +938,7 @@ WEIGHTS: dict[str, Tensor] = {
 
 
 @pytest.mark.parametrize("other", ["3std", "lsq"])
-@pytest.mark.parametrize("scheme", OFFSET)
+@pytest.mark.parametrize("scheme", LEARNED)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_mse_start_has_the_least_error(case: str, scheme: str, other: str) -> None:
     best = summed_error(WEIGHTS[case], "mse", scheme)
@@ -945,7 +946,7 @@ def test_mse_start_has_the_least_error(case: str, scheme: str, other: str) -> No
     assert best.sum() <= against.sum() * 1.001
 
 
-@pytest.mark.parametrize("scheme", OFFSET)
+@pytest.mark.parametrize("scheme", LEARNED)
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_mse_start_has_the_least_error_in_every_channel(case: str, scheme: str) -> None:
     """Up to what a grid can miss: 5 % of the error, or a thousandth of the weights' energy."""

@@ -169,11 +169,11 @@ class _Checker:
         if not self.scheme.narrows:
             self._tensor(f"{name}/weight", torch.float32, shape)
         elif high == 8:
-            self._tensor(f"{name}/codes", torch.int8, shape)
+            self._phase(name, self._tensor(f"{name}/codes", torch.int8, shape))
         else:
             packed = self._tensor(f"{name}/codes", torch.uint8, (-(-count * high // 8),))
             try:
-                unpack_bytes(packed, high, count)
+                self._phase(name, unpack_bytes(packed, high, count))
             except BitdialError as problem:
                 raise ArtifactError(f"layer {name!r}: {problem}") from problem
         scale = self.artifact.part(name, "weight_scale")
@@ -181,6 +181,13 @@ class _Checker:
         if channels not in (1, shape[0]):
             raise ArtifactError(f"layer {name!r}: {channels} weight scales for {shape[0]} output channels")
         self._scale(f"{name}/weight_scale", (1 if self.scheme.narrows else len(widths), channels))
+
+    def _phase(self, name: str, codes: Tensor) -> None:
+        """A phase leaves the lowest codes out: their values lie below all weight integers."""
+        high = self.artifact.bit_choices[0]
+        least, _ = self.scheme.stored_range(high)
+        if least != bf.code_range(high)[0] and codes.numel() and int(codes.min()) < least:
+            raise ArtifactError(f"layer {name!r}: code {int(codes.min())} is below {least}, the least of this scheme")
 
     def _activations(self, name: str, kind: str) -> None:
         if kind == "float":

@@ -1,6 +1,5 @@
 """The weight schemes, and the integers they share."""
 
-import functools
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Literal
@@ -109,38 +108,39 @@ SCHEMES: dict[str, Scheme] = {
     "lsq": Scheme(first="nearest", second=None, scale="per_bits", middle="nowhere"),
     "dorefa": Scheme(first="nearest_half", second=None, scale="derived", middle="everywhere"),
 }
-PHASED = "nested"  # the scheme that takes a phase: 'nested+8'
+# 'nested' with a phase, by how the phase is written; which of them fit depends on the highest width.
+PHASED: dict[str, Scheme] = {f"nested+{phase}": replace(SCHEMES["nested"], phase=phase) for phase in range(1, 128)}
 
 
-@functools.cache
 def scheme_of(name: str) -> Scheme:
     """The scheme called `name`, such as 'double_rounding', or 'nested+8' for a phase of 8.
 
     Raises ConfigError with the known names otherwise.
     """
-    if isinstance(name, str) and name in SCHEMES:
-        return SCHEMES[name]
-    base, plus, phase = name.partition("+") if isinstance(name, str) else ("", "", "")
-    if base == PHASED and plus and phase.isdecimal() and phase == str(int(phase)) and int(phase) > 0:
-        return replace(SCHEMES[PHASED], phase=int(phase))
-    raise ConfigError(f"scheme={name!r} is not known; choose one of {', '.join(SCHEMES)}, or 'nested+8' for a phase")
+    scheme = SCHEMES.get(name, PHASED.get(name)) if isinstance(name, str) else None
+    if scheme is None:
+        known = ", ".join(SCHEMES)
+        raise ConfigError(f"scheme={name!r} is not known; choose one of {known}, or 'nested+8' for a phase of 8")
+    return scheme
 
 
 def check_phase(name: str, high: int) -> None:
-    """Raise ConfigError unless the weight integers of every width below `high` fit `high` bits with the scheme's phase.
+    """Raise ConfigError unless the scheme's phase is below the largest `high`-bit code and all weight integers fit.
 
-    A phase of 2^(shift - 1) puts a zero into the grid that is `shift` bits below the stored codes.
+    That is, those of every width from `high` down to 2 are `high`-bit integers. A phase of 2^(shift - 1) puts a zero
+    into the grid that is `shift` bits below the stored codes.
     """
     rule = scheme_of(name)
+    if not rule.phase:
+        return
     least, most = code_range(high)
+    fits = rule.phase < most
     for shift in range(high - 1):
         factor, addend = rule.integers(shift)
-        integers = [factor * (code >> shift) + addend for code in rule.stored_range(high)]
-        if rule.phase and not (rule.phase < most and all(least <= integer <= most for integer in integers)):
-            raise ConfigError(
-                f"phase={rule.phase} does not fit {high}-bit codes; powers of two up to {max(1 << high >> 3, 1)} do: "
-                "2^(shift - 1) gives the width that is `shift` bits below the highest a zero"
-            )
+        fits = fits and all(least <= factor * (code >> shift) + addend <= most for code in rule.stored_range(high))
+    if not fits:
+        some = f"powers of two up to {1 << high >> 3} do" if high > 2 else "use 'nested'"
+        raise ConfigError(f"scheme={name!r}: a phase of {rule.phase} does not fit {high}-bit codes; {some}")
 
 
 def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:

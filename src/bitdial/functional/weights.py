@@ -12,6 +12,7 @@ from bitdial.functional.granularity import by_scale, spread, values_by_scale
 from bitdial.functional.schemes import (
     Scheme,
     apply,
+    check_phase,
     check_ties,
     check_whole,
     check_widths,
@@ -69,6 +70,7 @@ def quantize(weight: Tensor, scale: Tensor, *, bits: int, scheme: str = "double_
         raise QuantizationError("the weight holds NaN or infinity")
     if not bool((scale > 0).all() & torch.isfinite(scale).all()):
         raise QuantizationError("a weight scale is not a positive finite number")
+    check_phase(scheme, bits)
     rule = scheme_of(scheme)
     rows, flat = by_scale(rule.source(weight), scale)
     return _first_rounding(rows / spread(flat, rows), rule, bits).to(torch.int8).reshape(weight.shape)
@@ -183,6 +185,7 @@ def check_fake_quantize(high: int, low: int, scheme: str, ties: str) -> None:
     """Raise ConfigError unless the widths, the scheme and the tie rule go together."""
     check_widths(high, low)
     check_ties(ties)
+    check_phase(scheme, high)
     if not scheme_of(scheme).narrows and high != low:
         raise ConfigError(f"scheme {scheme!r} has a scale for each width: pass high == low, got {high} and {low}")
 

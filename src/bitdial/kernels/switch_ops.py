@@ -92,7 +92,7 @@ def grid_of(scheme: str) -> int:
     rule = bf.scheme_of(scheme)
     if rule.integers(1) == (1, 0):
         return PLAIN
-    return DOUBLED if rule.integers(0) == (2, 1) else NESTED + rule.phase
+    return DOUBLED if rule.integers(0) == (2, 1) else NESTED - rule.integers(0)[1]
 
 
 def narrowed(codes: Tensor, bits: int, high: int, second: int, grid: int) -> Tensor:

@@ -72,9 +72,10 @@ class WeightCodes(NamedTuple):
 def _weight_row(rule: bf.Scheme, high: int, low: int, gradient_scale: float) -> tuple[float, ...]:
     up = 2.0 ** (high - low)
     unclipped = (bound * up for bound in bf.unclipped_range(rule, high, low))
-    first = (code - rule.phase for code in rule.stored_range(high))
+    phase = rule.stored_range(high)[0] - bf.code_range(high)[0]
+    first = (code - phase for code in rule.stored_range(high))
     offset = rule.offset(high - low)
-    return *first, *bf.code_range(low), 1 / up, up, *unclipped, gradient_scale, float(rule.phase), offset
+    return *first, *bf.code_range(low), 1 / up, up, *unclipped, gradient_scale, float(phase), offset
 
 
 class ActivationCodes(NamedTuple):

@@ -142,9 +142,9 @@ def weight_steps(live: nn.Module, name: str, bits: int) -> npt.NDArray[np.float6
     layer = unwrap(live).get_submodule(name)
     if not isinstance(layer, PackedLayer):
         raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; pass the model that load(path) gives")
-    values = layer.weight_values(bits).double()
-    step = layer.weight_codes(layer.bit_choices[0])[1].double()
-    return np.asarray((values / bf.spread(step, values)).flatten().cpu())
+    integers, step = layer.weight_integers(bits)
+    ratio = step.double() / layer.weight_codes(layer.bit_choices[0])[1].double()
+    return np.asarray((integers.double() * bf.spread(ratio, integers)).flatten().cpu())
 
 
 def _artifact_facts(name: str, artifact: Artifact) -> dict[str, str]:

@@ -28,7 +28,7 @@ from bitdial.functional.fixed_point import fixed_point, power_of_two
 from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
 
 BITS = (8, 5, 3, 2)
-SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
+SCHEMES = ("double_rounding", "nested", "nested+8", "centred", "truncate", "adabits", "lsq", "dorefa")
 KINDS = ("unsigned", "signed", "asymmetric")
 CONVS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,7 +75,8 @@ def packed(
     generator, shape = seeded(1), layer.weight.shape
     channels = shape[0] if per_channel else 1
     narrows = scheme not in ("lsq", "dorefa")
-    codes = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    phase = int(scheme.partition("+")[2] or 0)
+    codes = torch.randint(-128 + phase, 128, shape, generator=generator, dtype=torch.int8)
     zero = torch.tensor([min(2**b - 1, z) for b, z in zip(BITS, (131, 9, 5, 1), strict=True)], dtype=torch.uint8)
     parts = {
         "name": "layer",
@@ -125,8 +126,11 @@ def weight_integers(layer: PackedLayer, bits: int) -> tuple[np.ndarray, np.ndarr
     else:
         codes = narrowed(stored.astype(np.int64), bits, scheme, layer.ties)
         step = scales[0] * np.float32(1 << BITS[0] - bits)
-    if scheme in ("nested", "dorefa"):
+    if scheme in ("centred", "dorefa"):
         return 2 * codes + 1, step * np.float32(0.5)
+    if scheme.startswith("nested"):  # whole steps of the stored codes, the middle of a cell below them, less the phase
+        cell = 1 << BITS[0] - bits
+        return codes * cell + cell // 2 - int(scheme.partition("+")[2] or 0), scales[0]
     return codes, step
 
 
@@ -192,7 +196,7 @@ def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("name", CONVS)
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested+8", "centred"])
 @pytest.mark.parametrize("kind", ["unsigned", "asymmetric"])
 def test_convolutions(name: str, scheme: str, kind: str) -> None:
     layer, x = packed(conv(**CONVS[name]), scheme=scheme, kind=kind), randn(3, 4, 9, 8) * 3
@@ -231,14 +235,14 @@ def test_the_accumulators(scheme: str, kind: str, ties: str) -> None:
         total, _ = expected(layer, x, *bits)
         assert 0 < np.abs(total).max() < 2**24
         step = 2.0 ** (8 - bits[0]) if narrows else 1.0
-        unit = step / 2 if scheme in ("nested", "dorefa") else step
+        unit = step / 2 if scheme in ("centred", "dorefa") else 1.0 if scheme.startswith("nested") else step
         assert np.array_equal(run_exact(layer, x, bits).astype(np.float64) / unit, total.astype(np.float64)), bits
 
 
 def test_sums_beyond_float32s_integers() -> None:
     """The largest sums are rounded once, from the exact integer."""
     count = 70_001
-    layer = packed(linear(count, 3), scheme="nested", kind="unsigned")
+    layer = packed(linear(count, 3), scheme="centred", kind="unsigned")
     layer.stored.copy_(torch.where(torch.rand(3, count, generator=seeded(3)) < 0.9, 127, -128))
     x = torch.full((2, count), 1e4)
     x[1, ::7] = 0.0

@@ -94,7 +94,7 @@ def test_activation_layouts(shape: tuple[int, ...], layout: str) -> None:
 
 
 @runs
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "truncate", "lsq"])
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "nested+8", "centred", "truncate", "lsq"])
 @pytest.mark.parametrize("low", [8, 7, 5, 4, 2])
 @pytest.mark.parametrize("channels", [1, 6])
 @pytest.mark.parametrize("ties", bf.TIE_RULES)

@@ -26,7 +26,6 @@ from bitdial import (
     build_model,
     code_exact,
     export_onnx,
-    kernel_choice,
     load,
     prepare,
     read_artifact,
@@ -36,6 +35,7 @@ from bitdial import (
 )
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
+from bitdial.live import kernel_choice
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.integer.graph import Call, LayerCall
 from bitdial.live.engines.integer.layers import IntegerConv2d, IntegerLayer
@@ -174,7 +174,7 @@ def equal(live: nn.Module, exact: nn.Module, x: Tensor, setting: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "centred"])
 @pytest.mark.parametrize("net", NETS)
 def test_networks_equal_their_exact_evaluation(net: str, scheme: str, tmp_path: Path) -> None:
     model, x = make(net, tmp_path / "m", scheme=scheme, keep_first_last=net == "residual")
@@ -187,7 +187,7 @@ def test_networks_equal_their_exact_evaluation(net: str, scheme: str, tmp_path: 
 
 
 @pytest.mark.parametrize("activations", ["signed", "asymmetric", "float"])
-@pytest.mark.parametrize("scheme", ["truncate", "adabits", "lsq", "dorefa"])
+@pytest.mark.parametrize("scheme", ["nested+8", "truncate", "adabits", "lsq", "dorefa"])
 def test_other_schemes_and_kinds(scheme: str, activations: str, tmp_path: Path) -> None:
     rules = (Rule(type="Linear", activations="float"),)
     model, x = make("inverted", tmp_path / "m", scheme=scheme, activations=activations, rules=rules)

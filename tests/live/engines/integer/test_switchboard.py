@@ -24,11 +24,11 @@ from bitdial import (
     code_exact,
     get_bits,
     load,
-    plan,
     prepare,
     save,
     set_bits,
 )
+from bitdial.dial import dial
 from bitdial.dial.dial import SWITCHBOARD, dialled_layers
 from bitdial.errors import ConfigError, PlanError
 from bitdial.live.engines.integer import switchboard
@@ -138,13 +138,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "double rounding": {},
     "ties up": {"ties": "up", "activations": "asymmetric"},
     "nested": {"scheme": "nested", "activations": "signed"},
-    "nested, 6 bits": {"scheme": "nested", "bit_choices": (6, 5, 2)},
+    "nested, 6 bits, phase": {"scheme": "nested+8", "bit_choices": (6, 5, 2)},
+    "centred": {"scheme": "centred", "activations": "signed"},
+    "centred, 6 bits": {"scheme": "centred", "bit_choices": (6, 5, 2)},
     "adabits, one scale": {"scheme": "adabits", "per_channel": False},
     "transitions": {"transitions": True},
 }
 
 
-@pytest.mark.parametrize("name", ["ties up", "nested"] if INTERPRETED else SETTINGS)
+@pytest.mark.parametrize("name", ["ties up", "nested, 6 bits, phase", "centred"] if INTERPRETED else SETTINGS)
 def test_after_any_switches_as_freshly_loaded(name: str, make: Callable[..., Any]) -> None:
     fresh = make(**SETTINGS[name])
     live, rng = fresh(), random.Random(1)
@@ -194,11 +196,12 @@ def test_one_launch_for_what_changes(make: Callable[..., Any], launches: list[Te
 
 @pytest.mark.skipif(INTERPRETED, reason="slow there, and seen above")
 def test_codes_are_centred_by_a_number_in_memory(make: Callable[..., Any]) -> None:
-    nested, low, plain = (make(**settings)() for settings in ({"scheme": "nested"}, SETTINGS["nested, 6 bits"], {}))
+    settings = ({"scheme": "centred"}, SETTINGS["centred, 6 bits"], {}, {"scheme": "nested"})
+    centred, low, plain, nested = (make(**one)() for one in settings)
     for bits, flag in ((8, 1), (6, 0), (2, 0), (8, 1)):
-        set_bits(nested, bits)
-        assert nested.wide.halves.tolist() == [flag]
-    assert plain.wide.halves is low.wide.halves is None  # these never need it, and do not pay for it
+        set_bits(centred, bits)
+        assert centred.wide.halves.tolist() == [flag]
+    assert plain.wide.halves is low.wide.halves is nested.wide.halves is None  # they never pay for it
 
 
 def test_bad_plans_change_nothing(make: Callable[..., Any], launches: list[Tensor]) -> None:
@@ -290,7 +293,7 @@ def test_remembered_plans_hold_nothing_of_the_past(make: Callable[..., Any]) -> 
 
 @here
 def test_no_more_plans_are_remembered_than_said(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(dial, "MOST_REMEMBERED", 3)
     live, rng = make()(), random.Random(4)
     plans = [random_plan(live, rng) for _ in range(5)]
     for setting in (*plans, *plans, plans[0]):

@@ -19,7 +19,6 @@ from bitdial import (
     code_exact,
     export_onnx,
     get_bits,
-    kernel_choice,
     load,
     prepare,
     read_artifact,
@@ -27,16 +26,16 @@ from bitdial import (
     save,
     set_bits,
 )  # fmt: skip
-from bitdial import functional as bf
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
 from bitdial.kernels.weight_pool import PackedArena
+from bitdial.live import kernel_choice
 from bitdial.live.engines.packed import ArenaLinear, NestedLinear, WordsLinear
 from bitdial.live.layers import PackedLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (8, 6, 4, 3, 2)
-NESTED = ("nested", "truncate", "adabits")
+NESTED = ("nested", "nested+2", "centred", "truncate", "adabits")
 SCHEMES = ("double_rounding", *NESTED)
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 MIXED = BitPlan({"first": 2, "early": 3, "late": 8, "head": (4, 8)}, default=6)
@@ -91,7 +90,7 @@ def test_codes_scales_and_float32_outputs_are_those_of_float_kernels(
 
 
 @pytest.mark.parametrize("dtype", UNIT)
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "nested+2", "centred"])
 def test_layers_in_16_bits_keep_the_stated_bound(
     live: Callable[..., nn.Module], dtype: torch.dtype, scheme: str
 ) -> None:
@@ -101,7 +100,9 @@ def test_layers_in_16_bits_keep_the_stated_bound(
         for layer in words_of(packed).values():
             x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
             codes, scale = layer.weight_codes()
-            offset = bf.scheme_of(scheme).offset
+            shift = 8 - layer.weight_bits
+            middle = scheme == "centred" or (scheme.startswith("nested") and shift > 0)
+            offset = 0.5 * middle - int(scheme.partition("+")[2] or 0) / 2**shift
             weight = ((codes.double() + offset) * scale.double()[:, None]).cpu()
             bias = torch.zeros(len(weight)).double() if layer.bias is None else layer.bias.double().cpu()
             exact = x.double() @ weight.T + bias
