@@ -31,6 +31,7 @@ METHODS = {
     "adabits": "`adabits` (AdaBits)",
     "dorefa": "`dorefa` (Any-Precision)",
     "nested": "`nested` (ours)",
+    "centred": "`centred` (ours)",
 }
 FROZEN = {"learn_scales": False}
 
