@@ -18,7 +18,7 @@ def gradients(scheme: str, bits: int, scale_gradient: str) -> tuple[torch.Tensor
         bit_choices=BITS,
         scheme=scheme,
         ties="even",
-        channels=3,
+        scale_shape=(3,),
         scale_gradient=scale_gradient,
     )
     output = quantizer(weight, bits)
@@ -47,7 +47,7 @@ def test_the_printed_gradient_is_the_papers() -> None:
         bit_choices=BITS,
         scheme="double_rounding",
         ties="even",
-        channels=1,
+        scale_shape=(1,),
         scale_gradient="printed",
     )
     quantizer(weight, bits).sum().backward()

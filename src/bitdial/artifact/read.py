@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.artifact.format import (
-    CONV_SETTINGS,
     FLOAT,
     LARGEST_CODE,
     OLD_SCHEMES,
@@ -23,7 +22,7 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import UNKNOWN
+from bitdial.nn import KINDS, UNKNOWN
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -48,7 +47,7 @@ _LAYER: dict[str, type | tuple[type, ...]] = {
     "activations": str,
     "fed_by": (str, type(None)),
 }
-_CONV: dict[str, type | tuple[type, ...]] = {
+_SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names in its record
     "stride": list,
     "padding": (list, str),
     "dilation": list,
@@ -140,15 +139,20 @@ class _Checker:
 
     def _layer(self, name: str, entry: Any) -> None:
         label = f"layer {name!r}"
-        kind = entry.get("type") if isinstance(entry, dict) else None
-        if kind not in ("Conv2d", "Linear"):
-            raise ArtifactError(f"{label}: type {kind!r} is not Conv2d or Linear")
+        called = entry.get("type") if isinstance(entry, dict) else None
+        if not isinstance(called, str) or called not in KINDS:
+            raise ArtifactError(f"{label}: type {called!r} is not one of {', '.join(KINDS)}")
+        kind = KINDS[called]
         tied = {"tied_to": str} if "tied_to" in entry else {}
-        _fields(label, entry, {**_LAYER, **(_CONV if kind == "Conv2d" else {}), **tied})
+        _fields(label, entry, {**_LAYER, **{key: _SETTINGS[key] for key in kind.settings}, **tied})
         shape = tuple(entry["shape"])
-        if len(shape) != (4 if kind == "Conv2d" else 2) or not _sizes(shape):
-            raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind} weight")
-        for key in CONV_SETTINGS if kind == "Conv2d" else ():
+        if len(shape) != kind.weight_dims or not _sizes(shape):
+            raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind.name} weight")
+        if entry["bias"] and not kind.has_bias:
+            raise ArtifactError(f"{label}: a {kind.name} has no bias")
+        if entry["activations"] != "float" and kind.gathers:
+            raise ArtifactError(f"{label}: the input of a {kind.name} is not quantised")
+        for key in kind.settings:
             if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):
                 raise ArtifactError(f"{label}: {key}={entry[key]!r} is not a list of whole numbers")
         if entry["fed_by"] not in (None, UNKNOWN) and entry["fed_by"] not in {*self.artifact.layers} - {name}:

@@ -107,7 +107,7 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
 def _layer_parts(
     name: str, layer: QuantLayer, stored_by: dict[nn.Parameter, str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    quantizer, weight = layer.weight_quantizer, layer.weight
+    quantizer, weight, rows = layer.weight_quantizer, layer.weight, layer.weight_rows().detach().contiguous()
     if weight.dtype != torch.float32:
         raise ArtifactError(f"layer {name!r}: its weight is {weight.dtype}; convert the model with .float() first")
     if not bool(torch.isfinite(weight).all()):
@@ -122,13 +122,13 @@ def _layer_parts(
     if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
         entry["tied_to"] = stored_by[weight]  # type: ignore[index]
     if not tied and quantizer.rule.narrows:
-        codes = quantizer.codes(weight, high)
+        codes = quantizer.codes(rows, high)
         parts["codes"] = codes if high == 8 else pack_bytes(codes, high)
-        parts["weight_scale"] = quantizer.scale_of(weight, high).reshape(1, -1)
+        parts["weight_scale"] = quantizer.scale_of(rows, high).reshape(1, -1)
     elif not tied:
-        parts["weight"] = weight
-        parts["weight_scale"] = torch.stack([quantizer.scale_of(weight, b) for b in layer.bit_choices])
-    if isinstance(layer.bias, Tensor):
+        parts["weight"] = rows
+        parts["weight_scale"] = torch.stack([quantizer.scale_of(rows, b) for b in layer.bit_choices])
+    if layer.bias is not None:
         parts["bias"] = layer.bias
     act = layer.act_quantizer
     if act is not None:

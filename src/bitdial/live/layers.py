@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
 from bitdial.live.hidden_weight import HiddenWeight, HidesWeight
-from bitdial.nn.layers import conv_arguments
+from bitdial.nn.layer_kinds import CONV2D
 
 
 class PackedLayer(HidesWeight, nn.Module):
@@ -135,7 +135,7 @@ class PackedConv2d(PackedLayer, nn.Conv2d):
     @classmethod
     def from_float(cls, conv: nn.Conv2d, **parts: object) -> "PackedConv2d":
         """A layer of the shape and with the bias of `conv`, and the stored `parts`."""
-        layer = cls(**conv_arguments(conv), device="meta")
+        layer = cls(**CONV2D.arguments(conv), device="meta")
         layer.bias = conv.bias
         layer._attach(**parts)  # type: ignore[arg-type]
         return layer

@@ -22,33 +22,56 @@ def _same(layer: Any, weight: Tensor) -> Tensor:
     return weight
 
 
+def _row_by_output(layer: Any, x: Tensor, out: Tensor) -> int:
+    """Each element of the output is the product of one row with as many inputs."""
+    return out.numel() * layer.weight[0].numel()
+
+
+def _nothing(layer: Any) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """What bitdial knows of a kind of layer.
 
-    name        the class's name: in manifests, rules and messages
-    module      the class of the float layer
-    sizes       the constructor's sizes, by argument and attribute
-    settings    further arguments of the constructor; the manifest keeps them, and loading compares them
-    product     (layer, input, weight, bias) to output, with a weight in the layer's own order
-    image_dims  dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
-    to_rows     (layer, weight) to the weight in rows (output channels, inputs, ...)
-    from_rows   the way back
+    name                the class's name: in manifests, rules and messages
+    module              the class of the float layer
+    sizes               the constructor's sizes, by argument and attribute
+    settings            further arguments of the constructor; the manifest keeps them, and loading compares them
+    has_bias            whether the constructor takes `bias`
+    gathers             whether its input is indices: it picks rows and multiplies nothing. Its input is never
+                        quantised, and the layer itself only where a rule asks for it
+    product             (layer, input, weight, bias) to output, with a weight in the layer's own order
+    image_dims          dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
+    to_rows             (layer, weight) to the weight in rows (output channels, inputs, ...)
+    from_rows           the way back
+    multiply_adds       (layer, input, output) to the number of multiply-adds between them
+    unsupported_reason  (layer) to why bitdial cannot quantise it right, or None
     """
 
     name: str
     module: type[nn.Module]
     sizes: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    has_bias: bool = True
+    gathers: bool = False
     product: Product
     image_dims: int
     to_rows: Callable[[Any, Tensor], Tensor] = _same
     from_rows: Callable[[Any, Tensor], Tensor] = _same
+    multiply_adds: Callable[[Any, Tensor, Tensor], int] = _row_by_output
+    unsupported_reason: Callable[[Any], str | None] = _nothing
+
+    @property
+    def weight_dims(self) -> int:
+        """How many dimensions the weight has, in rows and in the layer's own order."""
+        return self.image_dims + 2
 
     def arguments(self, layer: nn.Module) -> dict[str, Any]:
         """The constructor arguments that give another layer of the same shape."""
         given = {name: getattr(layer, name) for name in (*self.sizes, *self.settings)}
-        return {**given, "bias": layer.bias is not None}
+        return {**given, "bias": layer.bias is not None} if self.has_bias else given
 
     def over_channels(self, values: Tensor) -> Tensor:
         """View `values` (output channels,) so that it broadcasts over the layer's output."""
@@ -81,3 +104,8 @@ LINEAR = LayerKind(
 
 KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV2D, LINEAR)}
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
+
+
+def kind_of(layer: nn.Module) -> LayerKind | None:
+    """The kind of `layer`, also where its class is derived from one in the table; None if it is of no kind."""
+    return next((KIND_OF[each] for each in type(layer).__mro__ if each in KIND_OF), None)

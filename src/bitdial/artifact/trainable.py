@@ -1,0 +1,59 @@
+"""From an artifact back to layers that train: master weights whose codes are the stored ones, and learned scales."""
+
+from torch import Tensor, nn
+
+from bitdial import functional as bf
+from bitdial.artifact.format import Artifact
+from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, WeightQuantizer
+
+
+def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The trainable layer for each of the float `layers` of the file, whose parameters are replaced."""
+    masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
+    new: dict[nn.Module, nn.Module] = {}
+    for name, layer in layers.items():
+        kind, owner = KINDS[artifact.layers[name]["type"]], artifact.owner(name)
+        if owner not in masters:
+            weight = kind.from_rows(layer, _master_rows(artifact, owner)).contiguous()
+            masters[owner] = nn.Parameter(weight), _weight_quantizer(artifact, owner)
+        layer.weight, quantizer = masters[owner]
+        set_bias(artifact, name, layer)
+        trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name))
+        trainable.fed_by = artifact.layers[name]["fed_by"]
+        new[layer] = trainable
+    return new
+
+
+def set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
+    """Give `layer` the bias that the file has for it, in place."""
+    if (bias := artifact.part(name, "bias")) is not None:
+        layer.bias = nn.Parameter(bias.clone())
+
+
+def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
+    scale = artifact.tensors[f"{owner}/weight_scale"]
+    return WeightQuantizer(
+        dict(zip(artifact.bit_choices, scale, strict=False)),
+        bit_choices=artifact.bit_choices,
+        scheme=artifact.scheme,
+        ties=artifact.manifest["ties"],
+        scale_shape=tuple(scale.shape[1:]),
+    )
+
+
+def _master_rows(artifact: Artifact, owner: str) -> Tensor:
+    """A float weight in rows whose codes are the stored ones."""
+    if not bf.scheme_of(artifact.scheme).narrows:
+        return artifact.tensors[f"{owner}/weight"].clone()
+    scale = artifact.tensors[f"{owner}/weight_scale"][0]
+    return bf.weight_of_codes(artifact.codes(owner), scale, bits=artifact.bit_choices[0], scheme=artifact.scheme)
+
+
+def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:
+    scale, zero_point = artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
+    if scale is None:
+        return None
+    widths = artifact.bit_choices
+    zeros = None if zero_point is None else {b: z.float() for b, z in zip(widths, zero_point.split(1), strict=True)}
+    scales = dict(zip(widths, scale.split(1), strict=True))
+    return ActivationQuantizer(scales, zeros, kind=artifact.layers[name]["activations"])
