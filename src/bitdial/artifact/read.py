@@ -53,6 +53,7 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names i
     "dilation": list,
     "groups": int,
     "padding_mode": str,
+    "output_padding": list,
 }
 _NORM: dict[str, type | tuple[type, ...]] = {
     "type": str,

@@ -86,6 +86,21 @@ def _convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return layer._conv_forward(x, weight, bias)
 
 
+def _convolve_transposed(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    shape = (layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)
+    return F.conv_transpose2d(x, weight, bias, *shape)
+
+
+def _swap_channels(layer: Any, weight: Tensor) -> Tensor:
+    """(in, out / groups, ...) to (out, in / groups, ...), group by group; and back, which is the same."""
+    return weight.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _row_by_input(layer: Any, x: Tensor, out: Tensor) -> int:
+    """Each element of the input is multiplied with all weights of its channel."""
+    return x.numel() * layer.weight[0].numel()
+
+
 def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
@@ -98,11 +113,22 @@ CONV2D = LayerKind(
     product=_convolve,
     image_dims=2,
 )
+CONV_TRANSPOSE2D = LayerKind(
+    name="ConvTranspose2d",
+    module=nn.ConvTranspose2d,
+    sizes=("in_channels", "out_channels", "kernel_size"),
+    settings=(*CONV_SETTINGS, "output_padding"),
+    product=_convolve_transposed,
+    image_dims=2,
+    to_rows=_swap_channels,
+    from_rows=_swap_channels,
+    multiply_adds=_row_by_input,
+)
 LINEAR = LayerKind(
     name="Linear", module=nn.Linear, sizes=("in_features", "out_features"), product=_multiply, image_dims=0
 )
 
-KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV2D, LINEAR)}
+KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV2D, CONV_TRANSPOSE2D, LINEAR)}
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from bitdial.nn.layer_kinds import CONV2D, LINEAR, LayerKind
+from bitdial.nn.layer_kinds import CONV2D, CONV_TRANSPOSE2D, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 UNKNOWN = ""
@@ -75,10 +75,18 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
     kind = CONV2D
 
 
+class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
+    """nn.ConvTranspose2d at the selected widths; scales per channel are those of its output channels."""
+
+    kind = CONV_TRANSPOSE2D
+
+
 class QuantLinear(QuantLayer, nn.Linear):
     """nn.Linear at the selected widths."""
 
     kind = LINEAR
 
 
-QUANTIZED: dict[LayerKind, type[QuantLayer]] = {layer.kind: layer for layer in (QuantConv2d, QuantLinear)}
+QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
+    layer.kind: layer for layer in (QuantConv2d, QuantConvTranspose2d, QuantLinear)
+}
