@@ -34,6 +34,15 @@ CASES: dict[str, list[tuple[dict[str, Any], tuple[int, ...]]]] = {
         ),
         ({"in_channels": 6, "out_channels": 9, "kernel_size": 1, "groups": 3}, (6, 3, 2)),
     ],
+    "Conv1d": [
+        ({"in_channels": 4, "out_channels": 6, "kernel_size": 3, "stride": 2, "dilation": 2, "padding": 1}, (4, 9)),
+        ({"in_channels": 4, "out_channels": 6, "kernel_size": 3, "groups": 2, "padding": "same"}, (4, 5)),
+        ({"in_channels": 2, "out_channels": 3, "kernel_size": 3, "padding": 2, "padding_mode": "circular"}, (2, 5)),
+    ],
+    "Conv3d": [
+        ({"in_channels": 2, "out_channels": 3, "kernel_size": (1, 2, 3), "stride": 2, "bias": False}, (2, 3, 4, 5)),
+        ({"in_channels": 4, "out_channels": 4, "kernel_size": 2, "groups": 4, "padding": 1}, (4, 2, 3, 3)),
+    ],
     "Linear": [
         ({"in_features": 5, "out_features": 3}, (5,)),
         ({"in_features": 5, "out_features": 3, "bias": False}, (7, 5)),

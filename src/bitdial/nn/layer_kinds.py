@@ -105,14 +105,18 @@ def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return F.linear(x, weight, bias)
 
 
-CONV2D = LayerKind(
-    name="Conv2d",
-    module=nn.Conv2d,
-    sizes=("in_channels", "out_channels", "kernel_size"),
-    settings=CONV_SETTINGS,
-    product=_convolve,
-    image_dims=2,
-)
+def _convolution(module: type[nn.Module], image_dims: int) -> LayerKind:
+    return LayerKind(
+        name=module.__name__,
+        module=module,
+        sizes=("in_channels", "out_channels", "kernel_size"),
+        settings=CONV_SETTINGS,
+        product=_convolve,
+        image_dims=image_dims,
+    )
+
+
+CONV1D, CONV2D, CONV3D = _convolution(nn.Conv1d, 1), _convolution(nn.Conv2d, 2), _convolution(nn.Conv3d, 3)
 CONV_TRANSPOSE2D = LayerKind(
     name="ConvTranspose2d",
     module=nn.ConvTranspose2d,
@@ -128,7 +132,7 @@ LINEAR = LayerKind(
     name="Linear", module=nn.Linear, sizes=("in_features", "out_features"), product=_multiply, image_dims=0
 )
 
-KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV2D, CONV_TRANSPOSE2D, LINEAR)}
+KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR)}
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from bitdial.nn.layer_kinds import CONV2D, CONV_TRANSPOSE2D, LINEAR, LayerKind
+from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 UNKNOWN = ""
@@ -69,6 +69,18 @@ class QuantLayer(nn.Module):
         return self.kind.product(self, self.quantized_input(input), self.quantized_weight(), self.bias)
 
 
+class QuantConv1d(QuantLayer, nn.Conv1d):
+    """nn.Conv1d at the selected widths."""
+
+    kind = CONV1D
+
+
+class QuantConv3d(QuantLayer, nn.Conv3d):
+    """nn.Conv3d at the selected widths."""
+
+    kind = CONV3D
+
+
 class QuantConv2d(QuantLayer, nn.Conv2d):
     """nn.Conv2d at the selected widths; any stride, padding, dilation, padding mode and groups."""
 
@@ -88,5 +100,5 @@ class QuantLinear(QuantLayer, nn.Linear):
 
 
 QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
-    layer.kind: layer for layer in (QuantConv2d, QuantConvTranspose2d, QuantLinear)
+    layer.kind: layer for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear)
 }
