@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bitdial.nn import KIND_OF, KINDS, QUANTIZED, LayerKind, kind_of
+from bitdial.nn import KIND_OF, KINDS, QUANTIZED, LayerKind, WeightQuantizer, kind_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 # Arguments of the constructor, and the shape of an input without the batch.
@@ -48,6 +48,11 @@ CASES: dict[str, list[tuple[dict[str, Any], tuple[int, ...]]]] = {
         ({"in_features": 5, "out_features": 3, "bias": False}, (7, 5)),
     ],
 }
+# What takes indices has no products; its tests are at the end.
+GATHERING: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"num_embeddings": 7, "embedding_dim": 4}, (3,)),
+    ({"num_embeddings": 5, "embedding_dim": 3, "padding_idx": 2, "scale_grad_by_freq": True}, (2, 3)),
+]
 EVERY = [(KINDS[name], *case) for name, cases in CASES.items() for case in cases]
 
 
@@ -56,7 +61,7 @@ def input_of(kind: LayerKind, layer: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def test_the_tables_know_the_same_kinds() -> None:
-    assert set(KINDS) == set(CASES)
+    assert set(KINDS) == {*CASES, "Embedding"}
     assert set(QUANTIZED) == set(KINDS.values()) == set(KIND_OF.values())
     for kind, layer in QUANTIZED.items():
         assert issubclass(layer, kind.module), kind.name
@@ -147,3 +152,53 @@ class Derived(nn.Linear):
 def test_a_derived_class_is_of_the_kind_that_it_is_derived_from(layer: nn.Module, name: str | None) -> None:
     kind = kind_of(layer)
     assert (None if kind is None else kind.name) == name
+
+
+# --- Embedding ----------------------------------------------------------------------------------
+
+
+def test_an_embedding_picks_rows_and_multiplies_nothing() -> None:
+    kind = KINDS["Embedding"]
+    assert kind.gathers
+    for arguments, shape in GATHERING:
+        layer = nn.Embedding(**arguments)
+        x = torch.randint(0, layer.num_embeddings, shape, generator=GENERATOR)
+        assert kind.to_rows(layer, layer.weight) is layer.weight
+        assert torch.equal(kind.product(layer, x, layer.weight, None), layer(x))
+        assert kind.multiply_adds(layer, x, layer(x)) == 0
+        other: Any = kind.module(**kind.arguments(layer))
+        assert (other.padding_idx, other.scale_grad_by_freq) == (layer.padding_idx, layer.scale_grad_by_freq)
+        assert other.weight.shape == layer.weight.shape
+    assert [name for name, each in KINDS.items() if each.gathers] == ["Embedding"]
+
+
+def test_gradients_of_a_quantised_embedding_are_those_of_the_float_one() -> None:
+    """Straight-through at a fine width: repeated indices add up, by frequency where asked, and padding stays still."""
+    for arguments, _ in GATHERING:
+        layer = nn.Embedding(**arguments)
+        x = torch.tensor([[1, 2, 1], [4, 1, 2]])
+        scale = layer.weight.detach().abs().amax(dim=1).clamp_min(1e-3) / 100
+        quantizer = WeightQuantizer(
+            {8: scale}, bit_choices=(8,), scheme="double_rounding", ties="even", scale_shape=(len(scale),)
+        )
+        quantised = QUANTIZED[KINDS["Embedding"]].from_float(layer, quantizer, None)
+        factors = torch.randn(2, 3, layer.embedding_dim, generator=GENERATOR)
+        (quantised(x) * factors).sum().backward()
+        found, layer.weight.grad = layer.weight.grad, None
+        (layer(x) * factors).sum().backward()
+        assert torch.equal(found, layer.weight.grad)
+        assert quantizer.scale.grad.shape == scale.shape
+        assert not quantizer.scale.grad[[0, 3]].any()  # not looked up
+        if layer.padding_idx is not None:
+            assert not found[layer.padding_idx].any()
+            assert quantizer.scale.grad[layer.padding_idx] == 0
+
+
+def test_what_cannot_be_right_has_a_reason() -> None:
+    reason = KINDS["Embedding"].unsupported_reason
+    assert reason(nn.Embedding(3, 2, padding_idx=0, scale_grad_by_freq=True)) is None
+    assert "max_norm=1.5" in str(reason(nn.Embedding(3, 2, max_norm=1.5)))
+    assert "sparse" in str(reason(nn.Embedding(3, 2, sparse=True)))
+    for name in CASES:
+        arguments = CASES[name][0][0]
+        assert KINDS[name].unsupported_reason(KINDS[name].module(**arguments)) is None

@@ -54,6 +54,7 @@ _SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names i
     "groups": int,
     "padding_mode": str,
     "output_padding": list,
+    "padding_idx": (int, type(None)),
 }
 _NORM: dict[str, type | tuple[type, ...]] = {
     "type": str,

@@ -39,6 +39,7 @@ class LayerKind:
     module              the class of the float layer
     sizes               the constructor's sizes, by argument and attribute
     settings            further arguments of the constructor; the manifest keeps them, and loading compares them
+    training_settings   arguments that matter in training only; the manifest does not keep them
     has_bias            whether the constructor takes `bias`
     gathers             whether its input is indices: it picks rows and multiplies nothing. Its input is never
                         quantised, and the layer itself only where a rule asks for it
@@ -54,6 +55,7 @@ class LayerKind:
     module: type[nn.Module]
     sizes: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    training_settings: tuple[str, ...] = ()
     has_bias: bool = True
     gathers: bool = False
     product: Product
@@ -70,7 +72,7 @@ class LayerKind:
 
     def arguments(self, layer: nn.Module) -> dict[str, Any]:
         """The constructor arguments that give another layer of the same shape."""
-        given = {name: getattr(layer, name) for name in (*self.sizes, *self.settings)}
+        given = {name: getattr(layer, name) for name in (*self.sizes, *self.settings, *self.training_settings)}
         return {**given, "bias": layer.bias is not None} if self.has_bias else given
 
     def over_channels(self, values: Tensor) -> Tensor:
@@ -105,6 +107,28 @@ def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     return F.linear(x, weight, bias)
 
 
+def _look_up(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.embedding(x, weight, layer.padding_idx, scale_grad_by_freq=layer.scale_grad_by_freq)
+
+
+def _none_at_all(layer: Any, x: Tensor, out: Tensor) -> int:
+    return 0
+
+
+def _odd_embedding(layer: Any) -> str | None:
+    if layer.max_norm is not None:
+        return (
+            f"an Embedding with max_norm={layer.max_norm} changes its weight when it is called, so its codes would not "
+            "hold; set max_norm=None, or keep it in float by a rule"
+        )
+    if layer.sparse:
+        return (
+            "an Embedding with sparse=True has sparse gradients, which quantizers do not take; set sparse=False, or "
+            "keep it in float by a rule"
+        )
+    return None
+
+
 def _convolution(module: type[nn.Module], image_dims: int) -> LayerKind:
     return LayerKind(
         name=module.__name__,
@@ -131,8 +155,23 @@ CONV_TRANSPOSE2D = LayerKind(
 LINEAR = LayerKind(
     name="Linear", module=nn.Linear, sizes=("in_features", "out_features"), product=_multiply, image_dims=0
 )
+EMBEDDING = LayerKind(
+    name="Embedding",
+    module=nn.Embedding,
+    sizes=("num_embeddings", "embedding_dim"),
+    settings=("padding_idx",),
+    training_settings=("scale_grad_by_freq",),
+    has_bias=False,
+    gathers=True,
+    product=_look_up,
+    image_dims=0,
+    multiply_adds=_none_at_all,
+    unsupported_reason=_odd_embedding,
+)
 
-KINDS: dict[str, LayerKind] = {kind.name: kind for kind in (CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR)}
+KINDS: dict[str, LayerKind] = {
+    kind.name: kind for kind in (CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR, EMBEDDING)
+}
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
 
 

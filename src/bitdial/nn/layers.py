@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR, LayerKind
+from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 UNKNOWN = ""
@@ -87,7 +87,7 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
     kind = CONV2D
 
 
-class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):
+class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):  # type: ignore[misc]  # it takes no output_size
     """nn.ConvTranspose2d at the selected widths; scales per channel are those of its output channels."""
 
     kind = CONV_TRANSPOSE2D
@@ -99,6 +99,14 @@ class QuantLinear(QuantLayer, nn.Linear):
     kind = LINEAR
 
 
+class QuantEmbedding(QuantLayer, nn.Embedding):
+    """nn.Embedding whose weight is quantised at the selected width; its input is indices. A row is one embedding."""
+
+    kind = EMBEDDING
+    bias = None
+
+
 QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
-    layer.kind: layer for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear)
+    layer.kind: layer
+    for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear, QuantEmbedding)
 }
