@@ -7,7 +7,6 @@ from bitdial.artifact.amend import amend
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.artifact.read import read_artifact
 from bitdial.artifact.sizes import sizes
-from bitdial.artifact.trainable import set_bias, trainable_layers
 from bitdial.artifact.write import save
 
 __all__ = [
@@ -19,7 +18,5 @@ __all__ = [
     "norm_table_entry",
     "read_artifact",
     "save",
-    "set_bias",
     "sizes",
-    "trainable_layers",
 ]

@@ -16,8 +16,6 @@ from bitdial.artifact import (
     layer_table_entry,
     norm_table_entry,
     read_artifact,
-    set_bias,
-    trainable_layers,
 )
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
@@ -25,6 +23,7 @@ from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.packed import ArenaLinear, WordsLinear, packed_linears
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unserved
 from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
+from bitdial.live.trainable import trainable_layers
 from bitdial.models import build_model
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.swap import swap_modules
@@ -83,7 +82,7 @@ def load_into(
     def make_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
         served = {n: m for n, m in layers.items() if kernels == "packed" and unserved(artifact, n) is None}
         for name, layer in served.items():
-            set_bias(artifact, name, layer)
+            _set_bias(artifact, name, layer)
         words = packed_linears(artifact, served, bit_choices=offered, device=device, master=master) if served else {}
         return words | _packed_layers(artifact, {n: m for n, m in layers.items() if n not in served})
 
@@ -261,6 +260,11 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
 
 
+def _set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
+    if (bias := artifact.part(name, "bias")) is not None:
+        layer.bias = nn.Parameter(bias.clone())
+
+
 def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
     narrows = bf.scheme_of(artifact.scheme).narrows
     stored: dict[str, Tensor] = {}
@@ -269,7 +273,7 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
         owner = artifact.owner(name)
         if owner not in stored:
             stored[owner] = artifact.codes(owner).clone() if narrows else artifact.tensors[f"{owner}/weight"].clone()
-        set_bias(artifact, name, layer)
+        _set_bias(artifact, name, layer)
         new[layer] = PACKED[artifact.layers[name]["type"]].from_float(
             layer,
             name=name,

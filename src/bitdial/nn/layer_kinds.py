@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Product = Callable[[Any, Tensor, Tensor, Tensor | None], Tensor]
+CONVOLUTIONS: dict[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of the weight
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 
@@ -43,7 +44,8 @@ class LayerKind:
     has_bias            whether the constructor takes `bias`
     gathers             whether its input is indices: it picks rows and multiplies nothing. Its input is never
                         quantised, and the layer itself only where a rule asks for it
-    product             (layer, input, weight, bias) to output, with a weight in the layer's own order
+    product             (layer, input, weight, bias) to output, with a weight in the layer's own order. It asks the layer
+                        for its sizes and settings only, so anything that has these can be multiplied
     image_dims          dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
     to_rows             (layer, weight) to the weight in rows (output channels, inputs, ...)
     from_rows           the way back
@@ -85,7 +87,20 @@ class LayerKind:
 
 
 def _convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return layer._conv_forward(x, weight, bias)
+    padding = layer.padding
+    if layer.padding_mode != "zeros":
+        x, padding = F.pad(x, padding_around(layer), mode=layer.padding_mode), 0
+    return CONVOLUTIONS[weight.dim()](x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+
+
+def padding_around(layer: Any) -> list[int]:
+    """What a convolution pads on either side, as F.pad takes it: the last dimension first."""
+    if layer.padding == "valid":
+        return [0] * (2 * len(layer.kernel_size))
+    if layer.padding != "same":
+        return [size for size in reversed(layer.padding) for _ in range(2)]
+    totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return [size for total in reversed(totals) for size in (total // 2, total - total // 2)]
 
 
 def _convolve_transposed(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +123,8 @@ def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def _look_up(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.embedding(x, weight, layer.padding_idx, scale_grad_by_freq=layer.scale_grad_by_freq)
+    by_frequency = getattr(layer, "scale_grad_by_freq", False)  # what only runs does not have it
+    return F.embedding(x, weight, layer.padding_idx, scale_grad_by_freq=by_frequency)
 
 
 def _none_at_all(layer: Any, x: Tensor, out: Tensor) -> int:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.artifact.format import Artifact
+from bitdial.artifact import Artifact
 from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, WeightQuantizer
 
 
@@ -17,17 +17,12 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
             weight = kind.from_rows(layer, _master_rows(artifact, owner)).contiguous()
             masters[owner] = nn.Parameter(weight), _weight_quantizer(artifact, owner)
         layer.weight, quantizer = masters[owner]
-        set_bias(artifact, name, layer)
+        if (bias := artifact.part(name, "bias")) is not None:
+            layer.bias = nn.Parameter(bias.clone())
         trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name))
         trainable.fed_by = artifact.layers[name]["fed_by"]
         new[layer] = trainable
     return new
-
-
-def set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
-    """Give `layer` the bias that the file has for it, in place."""
-    if (bias := artifact.part(name, "bias")) is not None:
-        layer.bias = nn.Parameter(bias.clone())
 
 
 def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
