@@ -17,6 +17,7 @@ from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
 OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
+OLD_KINDS = ("Conv2d", "Linear")  # those that version 1 had
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
 
@@ -64,6 +65,24 @@ class Artifact:
     def owner(self, layer: str) -> str:
         """The layer whose weight `layer` uses: itself, or the one that it is tied to."""
         return self.layers[layer].get("tied_to", layer)
+
+    def weight_scale(self, owner: str, bits: int | None = None) -> Tensor:
+        """The scale of the stored codes: (1,), (rows,) or (rows, groups); of schemes that cannot narrow, at `bits`."""
+        stored = self.tensors[f"{owner}/weight_scale"]
+        if not bf.scheme_of(self.scheme).narrows:
+            assert bits is not None
+            return stored[self.bit_choices.index(bits)]
+        multipliers = self.group_scale(owner)
+        return stored[0] if multipliers is None else bf.join_scale(stored[0], multipliers)
+
+    def row_scale(self, owner: str) -> Tensor:
+        """The scale (rows,) or (1,) that the multipliers of `group_scale` multiply, or the only one without groups."""
+        assert bf.scheme_of(self.scheme).narrows
+        return self.tensors[f"{owner}/weight_scale"][0]
+
+    def group_scale(self, owner: str) -> Tensor | None:
+        """The multipliers (rows, groups), uint8, from 1 to 15; None without groups, or if their scales are floats."""
+        return self.part(owner, "group_scale")
 
     def codes(self, owner: str) -> Tensor:
         """Codes of the highest width, int8, in the weight's shape; only for schemes that narrow."""

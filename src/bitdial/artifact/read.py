@@ -12,6 +12,7 @@ from bitdial import functional as bf
 from bitdial.artifact.format import (
     FLOAT,
     LARGEST_CODE,
+    OLD_KINDS,
     OLD_SCHEMES,
     VERSION,
     Artifact,
@@ -46,6 +47,7 @@ _LAYER: dict[str, type | tuple[type, ...]] = {
     "bias": bool,
     "activations": str,
     "fed_by": (str, type(None)),
+    "group_size": (int, type(None)),
 }
 _SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names in its record
     "stride": list,
@@ -98,7 +100,7 @@ class _Checker:
             )
         _fields("the manifest", manifest, _MANIFEST)
         if version == 1:
-            manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
+            _renew(manifest)
         try:
             high = check_bit_choices(manifest["bit_choices"])[0]
             self.scheme = bf.scheme_of(manifest["scheme"])
@@ -159,17 +161,38 @@ class _Checker:
                 raise ArtifactError(f"{label}: {key}={entry[key]!r} is not a list of whole numbers")
         if entry["fed_by"] not in (None, UNKNOWN) and entry["fed_by"] not in {*self.artifact.layers} - {name}:
             raise ArtifactError(f"{label}: it is fed by {entry['fed_by']!r}, which is not another quantised layer")
+        self._groups(name, entry)
         if tied:
             owner = self.artifact.layers.get(entry["tied_to"])
-            if not isinstance(owner, dict) or "tied_to" in owner or owner.get("shape") != entry["shape"]:
+            same = ("shape", "group_size")
+            if not isinstance(owner, dict) or "tied_to" in owner or any(owner.get(k) != entry[k] for k in same):
                 raise ArtifactError(f"{label}: it is tied to {entry['tied_to']!r}, which does not store such a weight")
         else:
-            self._weight(name, shape)
+            self._weight(name, shape, entry["group_size"])
         if entry["bias"]:
             self._tensor(f"{name}/bias", torch.float32, shape[:1])
         self._activations(name, entry["activations"])
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> None:
+    def _groups(self, name: str, entry: dict[str, Any]) -> None:
+        """Whether the layer can have groups of that size; of a tied layer, whether it can use those of the owner."""
+        size, inputs = entry["group_size"], entry["shape"][1]
+        if size is None:
+            return
+        if not self.scheme.narrows:
+            raise ArtifactError(f"layer {name!r}: groups of inputs do not go with {self.artifact.scheme!r}")
+        if not 0 < size < inputs or inputs % size:
+            raise ArtifactError(
+                f"layer {name!r}: its {inputs} inputs cannot be groups of {size}; expected a smaller number that "
+                "divides them, or null"
+            )
+        whole = self.artifact.group_scale(self.artifact.owner(name)) is not None
+        if not whole and entry["activations"] != "float":
+            raise ArtifactError(
+                f"layer {name!r}: its activations are quantised, so its groups need whole multipliers, but there is "
+                f"no {self.artifact.owner(name) + '/group_scale'!r}"
+            )
+
+    def _weight(self, name: str, shape: tuple[int, ...], group_size: int | None) -> None:
         widths = self.artifact.bit_choices
         count, high = math.prod(shape), widths[0]
         if not self.scheme.narrows:
@@ -182,11 +205,28 @@ class _Checker:
                 unpack_bytes(packed, high, count)
             except BitdialError as problem:
                 raise ArtifactError(f"layer {name!r}: {problem}") from problem
+        if group_size is not None:
+            self._group_scales(name, (shape[0], shape[1] // group_size))
+            return
         scale = self.artifact.part(name, "weight_scale")
         channels = scale.shape[-1] if scale is not None and scale.dim() == 2 else 1
         if channels not in (1, shape[0]):
             raise ArtifactError(f"layer {name!r}: {channels} weight scales for {shape[0]} output channels")
         self._scale(f"{name}/weight_scale", (1 if self.scheme.narrows else len(widths), channels))
+
+    def _group_scales(self, name: str, shape: tuple[int, int]) -> None:
+        """The scales of a layer with groups, (rows, groups): a row's times whole multipliers, or floats."""
+        if self.artifact.group_scale(name) is None:
+            self._scale(f"{name}/weight_scale", (1, *shape))
+            return
+        multipliers = self._tensor(f"{name}/group_scale", torch.uint8, shape)
+        if not bool(((multipliers >= 1) & (multipliers <= bf.MOST_MULTIPLIER)).all()):
+            raise ArtifactError(
+                f"{name + '/group_scale'!r} has multipliers that are not from 1 to {bf.MOST_MULTIPLIER}"
+            )
+        self._scale(f"{name}/weight_scale", (1, shape[0]))
+        if not bool((self.artifact.weight_scale(name) * LARGEST_CODE).isfinite().all()):
+            raise ArtifactError(f"the scale {name + '/weight_scale'!r} is so large that values overflow")
 
     def _activations(self, name: str, kind: str) -> None:
         if kind == "float":
@@ -263,6 +303,17 @@ class _Checker:
             raise ArtifactError(f"sensitivity: {problem}") from problem
         check_sensitivity(found, self.artifact.layers)
         self.artifact.sensitivity = found
+
+
+def _renew(manifest: dict[str, Any]) -> None:
+    """Bring a manifest of version 1 to the present one, in place. It had other names, two kinds of layer, no groups."""
+    manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
+    for name, entry in manifest["layers"].items():
+        if not isinstance(entry, dict):
+            continue  # refused later
+        if "group_size" in entry or entry.get("type") not in OLD_KINDS:
+            raise ArtifactError(f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size'")
+        entry["group_size"] = None
 
 
 def _fields(label: str, entry: Any, fields: dict[str, type | tuple[type, ...]]) -> None:

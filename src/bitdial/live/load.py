@@ -186,7 +186,11 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
-        entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to", "fed_by")}
+        entry = {
+            k: v
+            for k, v in artifact.layers[name].items()
+            if k not in ("activations", "tied_to", "fed_by", "group_size")
+        }
         _compare(f"layer {name!r}", entry, layer_table_entry(name, layer))
     norms = {name: _find(model, name, "norm") for name in artifact.norms}
     if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):

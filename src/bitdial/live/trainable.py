@@ -1,9 +1,11 @@
 """From an artifact back to layers that train: master weights whose codes are the stored ones, and learned scales."""
 
+import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.artifact import Artifact
+from bitdial.errors import ArtifactError
 from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, WeightQuantizer
 
 
@@ -26,13 +28,25 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
 
 
 def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
-    scale = artifact.tensors[f"{owner}/weight_scale"]
+    scales = {bits: artifact.weight_scale(owner, bits) for bits in artifact.bit_choices}
+    scale, two_levels = scales[artifact.bit_choices[0]], artifact.group_scale(owner) is not None
+    if two_levels and bf.scheme_of(artifact.scheme).derives_scale:
+        raise ArtifactError(
+            f"layer {owner!r}: {artifact.scheme} takes its scales from the weights, and scales of two levels do not "
+            "come out as they were; train on from a checkpoint, or from a file with group_scales='float'"
+        )
+    if two_levels and not torch.equal(bf.two_level(scale), scale):
+        raise ArtifactError(
+            f"layer {owner!r}: no multiplier of a row in 'group_scale' is {bf.MOST_MULTIPLIER}, as it is in files of "
+            "bitdial; the file runs, but training would not go on from its codes"
+        )
     return WeightQuantizer(
-        dict(zip(artifact.bit_choices, scale, strict=False)),
+        scales,
         bit_choices=artifact.bit_choices,
         scheme=artifact.scheme,
         ties=artifact.manifest["ties"],
-        scale_shape=tuple(scale.shape[1:]),
+        scale_shape=tuple(scale.shape),
+        group_scales="integer" if two_levels else "float",
     )
 
 
@@ -40,8 +54,9 @@ def _master_rows(artifact: Artifact, owner: str) -> Tensor:
     """A float weight in rows whose codes are the stored ones."""
     if not bf.scheme_of(artifact.scheme).narrows:
         return artifact.tensors[f"{owner}/weight"].clone()
-    scale = artifact.tensors[f"{owner}/weight_scale"][0]
-    return bf.weight_of_codes(artifact.codes(owner), scale, bits=artifact.bit_choices[0], scheme=artifact.scheme)
+    return bf.weight_of_codes(
+        artifact.codes(owner), artifact.weight_scale(owner), bits=artifact.bit_choices[0], scheme=artifact.scheme
+    )
 
 
 def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:

@@ -44,8 +44,8 @@ class LayerKind:
     has_bias            whether the constructor takes `bias`
     gathers             whether its input is indices: it picks rows and multiplies nothing. Its input is never
                         quantised, and the layer itself only where a rule asks for it
-    product             (layer, input, weight, bias) to output, with a weight in the layer's own order. It asks the layer
-                        for its sizes and settings only, so anything that has these can be multiplied
+    product             (layer, input, weight, bias) to output, with a weight in the layer's own order. It asks the
+                        layer for its sizes and settings only, so anything that has these can be multiplied
     image_dims          dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
     to_rows             (layer, weight) to the weight in rows (output channels, inputs, ...)
     from_rows           the way back

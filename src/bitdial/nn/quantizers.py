@@ -21,6 +21,9 @@ class WeightQuantizer(nn.Module):
     and belonging to the highest; or, for `lsq`, one such tensor per width in `scales`; or none, for the schemes that
     derive it from the weight.
 
+    A scale (rows, groups) belongs to groups of inputs. With `group_scales` 'integer' it is used as the nearest scale of
+    two levels, a number per row times a whole number per group; 'float' uses it as it is.
+
     `scale_gradient` 'printed' leaves the factor 2^shift out of the shared scale's gradient, as the paper's text does.
     """
 
@@ -32,11 +35,13 @@ class WeightQuantizer(nn.Module):
         scheme: str,
         ties: str,
         scale_shape: tuple[int, ...],
+        group_scales: str = "integer",
         scale_gradient: str = "exact",
     ):
         super().__init__()
         self.bit_choices, self.scheme, self.ties, self.scale_shape = bit_choices, scheme, ties, scale_shape
-        self.scale_gradient = scale_gradient
+        self.group_scales, self.scale_gradient = group_scales, scale_gradient
+        self.two_levels = bf.has_groups(scale_shape) and group_scales == "integer"
         self.rule = bf.scheme_of(scheme)
         if self.rule.shares_scale:
             self.scale = nn.Parameter(scales[bit_choices[0]].clone())
@@ -54,16 +59,19 @@ class WeightQuantizer(nn.Module):
         return self.scales[str(bits)] if self.rule.has_scale_per_width else None
 
     def scale_of(self, weight: Tensor, bits: int) -> Tensor:
-        """The scale (`scale_shape`) of the codes that width `bits` is made from."""
-        learned = self.learned_scale(bits)
-        if learned is not None:
-            return learned
-        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
+        """The scale (`scale_shape`) of the codes that width `bits` is made from; the gradient reaches the learned one.
+
+        `weight` is in rows.
+        """
+        scale = self.learned_scale(bits)
+        if scale is None:
+            scale = bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
+        return bf.two_level(scale) if self.two_levels else scale
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scale of one width, as a file stores it."""
-        return 4 * math.prod(self.scale_shape)
+        return bf.scale_bytes(self.scale_shape, self.group_scales)
 
     def codes(self, weight: Tensor, bits: int) -> Tensor:
         """Integer codes (int8) of `weight` at `bits`."""

@@ -16,13 +16,14 @@ MOST_SAMPLES = 1 << 16
 
 @dataclass
 class LayerInput:
-    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the smallest of all.
+    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the extremes of all.
 
     Of a layer that takes indices, only when it ran. `arguments` is the most that a call gave it.
     """
 
     samples: list[Tensor] = field(default_factory=list)
     minimum: float = float("inf")
+    maximum: float = -float("inf")
     last_call: int = -1
     arguments: int = 1
 
@@ -46,7 +47,7 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
                 f"layer {name!r}: its calibration input holds NaN or infinity; check the "
                 "calibration batch and the weights of the layers before it"
             )
-        entry.minimum = min(entry.minimum, low)
+        entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
         stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
 

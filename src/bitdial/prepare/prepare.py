@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from bitdial import functional as bf
 from bitdial.errors import ConfigError
 from bitdial.nn import (
     KIND_OF,
@@ -99,6 +100,11 @@ def _quantized_layers(
             )
         rows = kind.to_rows(layer, cast(Tensor, layer.weight).detach())
         scale_shape = treatment.granularity.scale_shape(tuple(rows.shape), name)
+        if bf.has_groups(scale_shape) and config.group_scales == "float" and treatment.activations != "float":
+            raise ConfigError(
+                f"layer {name!r}: its activations are quantised, and sums of codes need whole numbers between the "
+                "scales of its groups: use group_scales='integer', or activations='float' for this layer"
+            )
         owner = first_of.setdefault(cast(nn.Parameter, layer.weight), name)
         if owner == name:
             quantizer = _weight_quantizer(name, rows, scale_shape, config)
@@ -135,6 +141,7 @@ def _weight_quantizer(name: str, rows: Tensor, scale_shape: tuple[int, ...], con
         scheme=config.scheme,
         ties=config.ties,
         scale_shape=scale_shape,
+        group_scales=config.group_scales,
         scale_gradient=config.scale_gradient,
     )
 
@@ -153,7 +160,10 @@ def _act_quantizer(
             name,
             seen.minimum,
         )
-    samples = torch.cat(seen.samples).float() if seen.samples[0].dtype != torch.float64 else torch.cat(seen.samples)
+    samples = torch.cat(seen.samples)
+    if config.start == "max":  # of all that was seen, not of a sample
+        samples = samples.new_tensor([seen.minimum, seen.maximum])
+    samples = samples if samples.dtype == torch.float64 else samples.float()
     scales, zero_points = activation_start(
         samples, name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
     )

@@ -34,7 +34,7 @@ def decide(
     gathers = {name for name, layer in candidates.items() if KIND_OF[type(layer)].gathers}
     order = [name for name in inputs if name not in gathers]
     kept = {order[0], max(order, key=lambda n: inputs[n].last_call)} if config.keep_first_last and order else set()
-    granularity = Granularity(config.per_channel)
+    granularity = Granularity(config.per_channel, config.group_size)
     treatments = {
         name: Treatment(name not in kept | gathers, False, config.activations, granularity) for name in candidates
     }
@@ -70,6 +70,8 @@ def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
         treatment = replace(treatment, activations=rule.activations)
     if rule.per_channel is not None:
         treatment = replace(treatment, granularity=Granularity(rule.per_channel))
+    if rule.group_size is not None:
+        treatment = replace(treatment, granularity=Granularity(group_size=rule.group_size or None))
     return treatment
 
 
