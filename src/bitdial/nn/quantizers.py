@@ -69,6 +69,11 @@ class WeightQuantizer(nn.Module):
         return bf.two_level(scale) if self.two_levels else scale
 
     @property
+    def learns_row_scales(self) -> bool:
+        """Whether the scales are parameters as they are: not derived from the weight, nor those of groups of inputs."""
+        return not self.rule.derives_scale and not bf.has_groups(self.scale_shape)
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scale of one width, as a file stores it."""
         return bf.scale_bytes(self.scale_shape, self.group_scales)

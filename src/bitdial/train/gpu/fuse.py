@@ -72,9 +72,9 @@ class FusedConv(nn.Module):
             self.ready = self.side.quantize(self.conv.weight, codes)
 
     def codes(self) -> WeightCodes | None:
-        """How the kernels quantise the weight at the selected width; None for a float layer and a derived scale."""
+        """How the kernels quantise the weight at the selected width; None if they do not, or for a float layer."""
         conv = self.conv
-        if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.derives_scale:
+        if not isinstance(conv, QuantConv2d) or not conv.weight_quantizer.learns_row_scales:
             return None
         if conv in self.seats:
             return self.seats[conv].weight_codes()
