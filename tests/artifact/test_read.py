@@ -76,11 +76,11 @@ def test_a_flipped_bit_in_each_tensor(saved: Callable[..., Path], open_file: Ope
 def test_another_version(saved: Callable[..., Path], open_file: OpenFile) -> None:
     path = saved()
     file = open_file(path)
-    for version in (0, 2, 999, "1", None, 1.0, True, [1]):
+    for version in (0, -1, 3, 999, 10**400, "1", "2", None, 1.0, 2.0, True, [1], [2], {}):
         file.manifest["version"] = version
         refused(file.write(path), "version")
     del file.manifest["version"]
-    refused(file.write(path), "version is None, this bitdial reads 1")
+    refused(file.write(path), "version is None, this bitdial reads 1 and 2; use the release of bitdial that wrote it")
 
 
 def test_a_checkpoint(tmp_path: Path, prepared: Callable[..., nn.Module]) -> None:
@@ -403,6 +403,8 @@ def harmless(path: tuple[Any, ...], value: Any) -> bool:
         return value is None or type(value) is float
     if path[:1] == ("layers",) and path[2:] == ("fed_by",):
         return value in (None, "") or (value == "conv" and path[1] != "conv")  # none, not known, another layer
+    if path == ("version",):
+        return type(value) is int and value == 1  # such a file may be one of version 1
     if path == ("written_by",):
         return isinstance(value, str)
     if path == ("metrics",):
@@ -436,21 +438,24 @@ def attack(path: Path, file: Any, model: nn.Module, where: tuple[Any, ...], valu
     return f"{where} = {str(value)[:60]!r}: {found}"
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("field", "config"), [*((f, {}) for f in FIELDS), ("layers", {"group_size": 2})])
 def test_wrong_types_everywhere(
-    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, field: str
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, field: str, config: dict[str, Any]
 ) -> None:
-    path = saved(activations="asymmetric", plans={"day": BitPlan({"conv": (8, 4)}, default=8)}, metrics={"x": [1]})
+    plans = {"day": BitPlan({"conv": (8, 4)}, default=8)}
+    path = saved(activations="asymmetric", plans=plans, metrics={"x": [1]}, **config)
     file, model = open_file(path), small()
     spots = [(field, *inner) for inner in paths(file.manifest[field])]
     problems = [p for where in [(field,), *spots] for value in WRONG if (p := attack(path, file, model, where, value))]
     assert problems == []
 
 
+@pytest.mark.parametrize("config", [{}, {"group_size": 2}], ids=str)
 def test_every_entry_is_needed(
-    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, config: dict[str, Any]
 ) -> None:
-    path = saved(activations="asymmetric", plans={"day": BitPlan({"conv": (8, 4)}, default=8)}, metrics={"x": [1]})
+    plans = {"day": BitPlan({"conv": (8, 4)}, default=8)}
+    path = saved(activations="asymmetric", plans=plans, metrics={"x": [1]}, **config)
     file, model = open_file(path), small()
     problems = []
     for where in paths(file.manifest):
@@ -654,12 +659,20 @@ def corrupt(data: bytes, header: int, rng: random.Random) -> bytes:
     return bytes(raw)
 
 
+DAMAGED: list[dict[str, Any]] = [
+    {"bit_choices": (3, 2), "activations": "asymmetric"},
+    {},
+    {"group_size": 2},
+    {"group_size": 2, "group_scales": "float", "activations": "float", "bit_choices": (6, 3)},
+]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_damage(
     saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, seed: int
 ) -> None:
     """Refused, or exactly what it was; 4 x 1000 changes."""
-    path = saved(**({} if seed % 2 else {"bit_choices": (3, 2), "activations": "asymmetric"}))
+    path = saved(**DAMAGED[seed])
     data, file, model = path.read_bytes(), open_file(path), small()
     good, rng = read_artifact(path), random.Random(seed)
     counts, problems, slowest = {"refused": 0, "same": 0}, [], 0.0
@@ -687,12 +700,12 @@ def test_random_damage(
     assert slowest < 5.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_damage_under_a_good_signature(
     saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, seed: int
 ) -> None:
     """What somebody with a text editor and the digest's formula can do: refused, or a model that loads."""
-    path = saved(**({} if seed % 2 else {"bit_choices": (3, 2), "activations": "asymmetric"}))
+    path = saved(**DAMAGED[seed])
     file, model, rng = open_file(path), small(), random.Random(seed)
     found: dict[str, int] = {}
     for _ in range(400):

@@ -123,9 +123,9 @@ def _layer_parts(
     if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
         entry["tied_to"] = stored_by[weight]  # type: ignore[index]
     if not tied and quantizer.rule.narrows:
+        parts |= _narrowing_scale(name, quantizer, rows)
         codes = quantizer.codes(rows, high)
         parts["codes"] = codes if high == 8 else pack_bytes(codes, high)
-        parts |= _narrowing_scale(name, quantizer, rows)
     elif not tied:
         parts["weight"] = rows
         parts["weight_scale"] = torch.stack([quantizer.scale_of(rows, b) for b in layer.bit_choices])

@@ -81,13 +81,17 @@ class PackedLayer(HidesWeight, nn.Module):
         """The weight at `bits`, multiplied out."""
         codes, step = self.weight_codes(bits)
         offset = bf.scheme_of(self.scheme).offset(self.shift(bits))
-        return codes.to(step.dtype).add_(offset).mul_(bf.spread(step, codes))
+        return bf.values_by_scale(codes.to(step.dtype).add_(offset), step)
 
     def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]:
         """The weight at `bits` as integers (int16) and the step (channels,) between them."""
         codes, step = self.weight_codes(bits)
         factor, addend = bf.scheme_of(self.scheme).integers(self.shift(bits))
-        return codes.to(torch.int16) * factor + addend, step / factor
+        integers = codes.to(torch.int16) * factor + addend
+        if step.dim() < 2:
+            return integers, step / factor
+        rows, multipliers = bf.split_scale(step)
+        return bf.values_by_scale(integers, multipliers.to(torch.int16)), rows / factor
 
     def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Scale and zero-point (1,) of the activations at `bits`, or at the selected width."""

@@ -269,6 +269,11 @@ def _set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
         layer.bias = nn.Parameter(bias.clone())
 
 
+def _weight_scale(artifact: Artifact, owner: str) -> Tensor:
+    narrows = bf.scheme_of(artifact.scheme).narrows
+    return (artifact.weight_scale(owner)[None] if narrows else artifact.tensors[f"{owner}/weight_scale"]).clone()
+
+
 def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
     narrows = bf.scheme_of(artifact.scheme).narrows
     stored: dict[str, Tensor] = {}
@@ -282,7 +287,7 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
             layer,
             name=name,
             stored=stored[owner],
-            weight_scale=artifact.tensors[f"{owner}/weight_scale"].clone(),
+            weight_scale=_weight_scale(artifact, owner),
             act_kind=artifact.layers[name]["activations"],
             act_scale=_copy(artifact.part(name, "act_scale")),
             act_zero_point=_copy(artifact.part(name, "act_zero_point")),
