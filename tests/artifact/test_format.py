@@ -364,5 +364,5 @@ def test_names_with_slashes_do_not_collide(tmp_path: Path) -> None:
 def test_other_layers_are_not_for_artifacts() -> None:
     from bitdial.artifact import layer_table_entry
 
-    with pytest.raises(ArtifactError, match=r"layer 'x' is a Conv1d; an artifact holds Conv2d and Linear"):
-        layer_table_entry("x", nn.Conv1d(2, 2, 1))
+    with pytest.raises(ArtifactError, match=r"layer 'x' is a Bilinear; an artifact holds Conv2d, Linear"):
+        layer_table_entry("x", nn.Bilinear(2, 2, 1))

@@ -268,7 +268,8 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "shape of zero": (set_field("layers", "conv", "shape", to=[0, 4, 3, 3]), "'conv'.*not the shape"),
     "negative shape": (set_field("layers", "conv", "shape", to=[-6, -4, 3, 3]), "'conv'.*not the shape"),
     "huge shape": (set_field("layers", "left", "shape", to=[2**31, 2**31]), "'left'.*not the shape"),
-    "Conv3d": (set_field("layers", "conv", "type", to="Conv3d"), "'conv'.*'Conv3d' is not Conv2d or Linear"),
+    "Bilinear": (set_field("layers", "conv", "type", to="Bilinear"), "'conv'.*'Bilinear' is not one of Conv2d, Linear"),
+    "a list for a type": (set_field("layers", "conv", "type", to=["Conv2d"]), "'conv'.*is not one of Conv2d, Linear"),
     "conv called Linear": (set_field("layers", "conv", "type", to="Linear"), "'conv'"),
     "negative stride": (set_field("layers", "conv", "stride", to=[-1, 1]), "'conv'.*stride"),
     "huge dilation": (set_field("layers", "conv", "dilation", to=[2**31, 1]), "'conv'.*dilation"),
@@ -456,21 +457,24 @@ def attack(path: Path, file: Any, model: nn.Module, where: tuple[Any, ...], valu
     return f"{where} = {str(value)[:60]!r}: {found}"
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize(("field", "config"), [*((f, {}) for f in FIELDS), ("layers", {"group_size": 2})])
 def test_wrong_types_everywhere(
-    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, field: str
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, field: str, config: dict[str, Any]
 ) -> None:
-    path = saved(activations="asymmetric", plans={"day": BitPlan({"conv": (8, 4)}, default=8)}, metrics={"x": [1]})
+    plans = {"day": BitPlan({"conv": (8, 4)}, default=8)}
+    path = saved(activations="asymmetric", plans=plans, metrics={"x": [1]}, **config)
     file, model = open_file(path), small()
     spots = [(field, *inner) for inner in paths(file.manifest[field])]
     problems = [p for where in [(field,), *spots] for value in WRONG if (p := attack(path, file, model, where, value))]
     assert problems == []
 
 
+@pytest.mark.parametrize("config", [{}, {"group_size": 2}], ids=str)
 def test_every_entry_is_needed(
-    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile
+    saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, config: dict[str, Any]
 ) -> None:
-    path = saved(activations="asymmetric", plans={"day": BitPlan({"conv": (8, 4)}, default=8)}, metrics={"x": [1]})
+    plans = {"day": BitPlan({"conv": (8, 4)}, default=8)}
+    path = saved(activations="asymmetric", plans=plans, metrics={"x": [1]}, **config)
     file, model = open_file(path), small()
     problems = []
     for where in paths(file.manifest):
@@ -674,12 +678,20 @@ def corrupt(data: bytes, header: int, rng: random.Random) -> bytes:
     return bytes(raw)
 
 
+DAMAGED: list[dict[str, Any]] = [
+    {"bit_choices": (3, 2), "activations": "asymmetric"},
+    {},
+    {"group_size": 2},
+    {"group_size": 2, "group_scales": "float", "activations": "float", "bit_choices": (6, 3)},
+]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_damage(
     saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, seed: int
 ) -> None:
     """Refused, or exactly what it was; 4 x 1000 changes."""
-    path = saved(**({} if seed % 2 else {"bit_choices": (3, 2), "activations": "asymmetric"}))
+    path = saved(**DAMAGED[seed])
     data, file, model = path.read_bytes(), open_file(path), small()
     good, rng = read_artifact(path), random.Random(seed)
     counts, problems, slowest = {"refused": 0, "same": 0}, [], 0.0
@@ -707,12 +719,12 @@ def test_random_damage(
     assert slowest < 5.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_damage_under_a_good_signature(
     saved: Callable[..., Path], small: Callable[..., nn.Module], open_file: OpenFile, seed: int
 ) -> None:
     """What somebody with a text editor and the digest's formula can do: refused, or a model that loads."""
-    path = saved(**({} if seed % 2 else {"bit_choices": (3, 2), "activations": "asymmetric"}))
+    path = saved(**DAMAGED[seed])
     file, model, rng = open_file(path), small(), random.Random(seed)
     found: dict[str, int] = {}
     for _ in range(400):

@@ -63,7 +63,7 @@ def weight_quantizer(weight: Tensor, scheme: str = "double_rounding", per_channe
         scales = {b: largest / 2 ** (b - 1) for b in BITS}
     else:
         scales = {8: largest / 128}
-    return WeightQuantizer(scales, bit_choices=BITS, scheme=scheme, ties="even", channels=channels)
+    return WeightQuantizer(scales, bit_choices=BITS, scheme=scheme, ties="even", scale_shape=(channels,))
 
 
 CONVS: dict[str, dict[str, Any]] = {
@@ -160,7 +160,7 @@ def test_gradients_reach_weight_scale_and_bias() -> None:
     linear = nn.Linear(6, 3)
     x, upstream = randn(4, 6, seed=6), randn(4, 3, seed=7)
     scale = torch.tensor([0.002, 0.003, 0.001])
-    quantizer = WeightQuantizer({8: scale}, bit_choices=BITS, scheme="double_rounding", ties="even", channels=3)
+    quantizer = WeightQuantizer({8: scale}, bit_choices=BITS, scheme="double_rounding", ties="even", scale_shape=(3,))
     layer = QuantLinear.from_float(linear, quantizer, None)
     layer.select_bits(4, 4)
     layer(x).backward(upstream)
@@ -272,7 +272,7 @@ def test_activation_codes_match_what_training_saw() -> None:
 
 def test_scales_do_not_alias_what_they_were_made_from() -> None:
     start = torch.ones(3)
-    quantizer = WeightQuantizer({8: start}, bit_choices=BITS, scheme="nested", ties="even", channels=3)
+    quantizer = WeightQuantizer({8: start}, bit_choices=BITS, scheme="nested", ties="even", scale_shape=(3,))
     activation = ActivationQuantizer({8: start[:1]}, None, kind="signed")
     start.zero_()
     assert quantizer.scale.tolist() == [1, 1, 1]

@@ -19,6 +19,7 @@ FULL = QuantConfig(
     scheme="nested",
     ties="up",
     per_channel=False,
+    group_scales="float",
     activations="asymmetric",
     start="3std",
     scale_gradient="printed",
@@ -26,9 +27,11 @@ FULL = QuantConfig(
     switch_norms=False,
     rules=(
         Rule(pattern="layer1.*", quantize=False),
-        Rule(type="Linear", activations="float", per_channel=True),
+        Rule(type="Linear", activations="float", per_channel=True, group_size=0),
     ),
 )
+
+GROUPS = QuantConfig(group_size=32, rules=(Rule(type="Linear", group_size=64),))
 
 
 def through_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +55,11 @@ def test_defaults() -> None:
 def test_the_full_config_differs_from_the_default_in_every_setting() -> None:
     """So that the round trip below cannot lose a setting unseen."""
     for field in dataclasses.fields(QuantConfig):
-        assert getattr(FULL, field.name) != getattr(QuantConfig(), field.name), field.name
+        full = GROUPS if field.name == "group_size" else FULL  # which does not go with per_channel=False
+        assert getattr(full, field.name) != getattr(QuantConfig(), field.name), field.name
 
 
-@pytest.mark.parametrize("config", [QuantConfig(), FULL], ids=["default", "full"])
+@pytest.mark.parametrize("config", [QuantConfig(), FULL, GROUPS], ids=["default", "full", "groups"])
 def test_config_round_trips_through_json(config: QuantConfig) -> None:
     back = QuantConfig.from_dict(through_json(config.to_dict()))
     assert back == config
@@ -219,3 +223,45 @@ def test_settings_of_the_wrong_type_are_refused(setting: str, value: Any) -> Non
 def test_rules_of_the_wrong_type_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Rule.from_dict(settings)
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def test_groups_are_for_schemes_that_narrow() -> None:
+    for scheme, rule in SCHEMES.items():
+        for settings in ({"group_size": 32}, {"rules": (Rule(type="Linear", group_size=32),)}):
+            if rule.narrows:
+                QuantConfig(scheme=scheme, **settings)
+                continue
+            with pytest.raises(ConfigError, match=f"group_size.*'{scheme}'.*Choose double_rounding"):
+                QuantConfig(scheme=scheme, **settings)
+        QuantConfig(scheme=scheme, rules=(Rule(type="Linear", group_size=0),))
+
+
+@pytest.mark.parametrize("value", [0, -1, 32.0, "32", True, [32]])
+def test_a_group_size_is_a_whole_number(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"group_size=.*whole number of inputs, such as 32"):
+        QuantConfig(group_size=value)  # type: ignore[arg-type]
+    if value != 0 or isinstance(value, bool):
+        with pytest.raises(ConfigError, match=r"Rule\.group_size=.*whole number of inputs"):
+            Rule(type="Linear", group_size=value)  # type: ignore[arg-type]
+
+
+def test_groups_and_one_scale_per_tensor_contradict() -> None:
+    with pytest.raises(ConfigError, match=r"group_size=32 and per_channel=False ask for different scales; drop one"):
+        QuantConfig(group_size=32, per_channel=False)
+    with pytest.raises(ConfigError, match=r"Rule\.group_size=32 and per_channel=False"):
+        Rule(type="Linear", group_size=32, per_channel=False)
+    Rule(type="Linear", group_size=0, per_channel=False)
+
+
+def test_an_unknown_kind_of_group_scales() -> None:
+    with pytest.raises(ConfigError, match="group_scales='int8' is not known; choose one of 'integer', 'float'"):
+        QuantConfig(group_scales="int8")
+
+
+def test_a_rule_may_set_the_group_size_alone() -> None:
+    assert str(Rule(type="Linear", group_size=0)) == "Rule(type='Linear', group_size=0)"
+    with pytest.raises(ConfigError, match=r"changes nothing.*group_size"):
+        Rule(type="Linear")

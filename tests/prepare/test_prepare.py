@@ -528,7 +528,7 @@ def test_four_bit_weights_with_eight_bit_activations() -> None:
     seen = []
     prepared.b.register_forward_hook(lambda m, args, out: seen.append(args[0]))
     out = prepared(IMAGES)
-    x, weight = prepared.b.quantized(seen[0])
+    x, weight = prepared.b.quantized_input(seen[0]), prepared.b.quantized_weight()
     assert 16 < len(x.unique()) <= 256
     assert all(len(row.unique()) <= 16 for row in weight)
     set_bits(prepared, 4)
@@ -909,10 +909,8 @@ def squared_error(rows: np.ndarray, scale: np.ndarray, high: int, low: int, sche
 
 
 def starts_of(weight: Tensor, start: str, scheme: str, channels: int) -> dict[int, Tensor]:
-    return weight_scales(
-        weight, name="x", bit_choices=BITS, scheme=scheme, ties="even", start=start,
-        channels=channels,
-    )  # fmt: skip
+    config = QuantConfig(bit_choices=BITS, scheme=scheme, start=start)
+    return weight_scales(weight, (channels,), name="x", config=config)
 
 
 def summed_error(weight: Tensor, start: str, scheme: str) -> np.ndarray:

@@ -76,18 +76,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.05},
     "adamw": {"optimizer": "adamw", "weight_decay": 0.1},
     "A.1": {"update": "accumulated", "alrs": "off"},
+    "groups": {"alrs": "channel"},
+    "groups, printed": {"alrs": "layer"},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "groups": {"group_size": 2},
+    "groups, printed": {"group_size": 2, "scale_gradient": "printed"},
 }
 
 
-@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS.keys())
-def test_a_checkpoint_holds_everything(
-    settings: dict[str, Any], tmp_path: Path, make_model: MakeModel, make_data: MakeData
-) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_a_checkpoint_holds_everything(name: str, tmp_path: Path, make_model: MakeModel, make_data: MakeData) -> None:
+    settings, model_settings = KINDS[name], MODELS.get(name, {})
     config = TrainConfig(**({"epochs": EPOCHS, "lr": 1e-2} | settings))
     data = make_data()
 
     def fresh(seed: int) -> JointStep:
-        return JointStep(make_model(seed=seed), config, steps_per_epoch=BATCHES, samples=data.samples)
+        model = make_model(seed=seed, **model_settings)
+        return JointStep(model, config, steps_per_epoch=BATCHES, samples=data.samples)
 
     def run(step: JointStep, epoch: int, start: int, stop: int) -> None:
         for batch in list(data.batches(epoch))[start:stop]:

@@ -30,13 +30,22 @@ BITS = (8, 4, 2)
 
 
 def reference_weight(weight: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Double Rounding with straight-through gradients by the detach trick, and LSQ's gradient scale."""
-    shape = (-1,) + (1,) * (weight.dim() - 1)
+    """Double Rounding with straight-through gradients by the detach trick, and LSQ's gradient scale.
+
+    A scale (rows, groups) is first rounded to 1 to 15 fifteenths of the largest of its row.
+    """
     largest = 2 ** (bits - 1) - 1
-    factor = 1 / math.sqrt(weight[0].numel() * largest)
+    factor = 1 / math.sqrt(weight.numel() / scale.numel() * largest)
     scale = scale * factor + (scale - scale * factor).detach()
-    width = scale.reshape(shape) * 2.0 ** (8 - bits)
-    codes8 = (weight / scale.reshape(shape)).round().clamp(-128, 127)
+    if scale.dim() == 2:
+        row = scale.max(dim=1, keepdim=True).values / 15
+        scale = scale + (row * (scale / row).round().clamp(1, 15) - scale).detach()
+    else:
+        scale = scale[:, None]
+    scale = scale.repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
+    scale = scale.reshape(*weight.shape[:2], *(1,) * (weight.dim() - 2))
+    width = scale * 2.0 ** (8 - bits)
+    codes8 = (weight / scale).round().clamp(-128, 127)
     codes = (codes8 / 2 ** (8 - bits)).round().clamp(-largest - 1, largest).detach()
     inside = (weight / width).clamp(-largest - 1, largest)
     return width * (inside + (codes - inside).detach())
@@ -187,12 +196,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+GROUPED = ("A.2, relative ALRS", "A.2, a rate for each layer", "A.2, a rate for each channel, relative steps", "A.1")
+
+
+@pytest.mark.parametrize(("name", "group_size"), [(n, None) for n in CASES] + [(n, 2) for n in GROUPED])
 def test_three_steps_equal_those_of_a_plain_implementation(
-    settings: dict[str, Any], make_model: MakeModel, make_images: MakeImages
+    name: str, group_size: int | None, make_model: MakeModel, make_images: MakeImages
 ) -> None:
-    config = TrainConfig(**({"epochs": 2, "weight_decay": 0.02} | settings))
-    model = make_model(BITS, dtype=torch.float64)
+    config = TrainConfig(**({"epochs": 2, "weight_decay": 0.02} | CASES[name]))
+    model = make_model(BITS, dtype=torch.float64, group_size=group_size)
+    assert model.hidden.weight_quantizer.scale.shape == ((6,) if group_size is None else (6, 32))
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     step, reference = JointStep(model, config, steps_per_epoch=4), Reference(model, config, total_steps=8)
     for batch in range(3):

@@ -12,11 +12,12 @@ from bitdial import functional as bf
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
 from bitdial.functional.bitstream import unpack_bytes
+from bitdial.nn import KINDS, kind_of
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
 OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
-CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
+OLD_KINDS = ("Conv2d", "Linear")  # those that version 1 had
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
 
@@ -65,6 +66,24 @@ class Artifact:
         """The layer whose weight `layer` uses: itself, or the one that it is tied to."""
         return self.layers[layer].get("tied_to", layer)
 
+    def weight_scale(self, owner: str, bits: int | None = None) -> Tensor:
+        """The scale of the stored codes: (1,), (rows,) or (rows, groups); of schemes that cannot narrow, at `bits`."""
+        stored = self.tensors[f"{owner}/weight_scale"]
+        if not bf.scheme_of(self.scheme).narrows:
+            assert bits is not None
+            return stored[self.bit_choices.index(bits)]
+        multipliers = self.group_scale(owner)
+        return stored[0] if multipliers is None else bf.join_scale(stored[0], multipliers)
+
+    def row_scale(self, owner: str) -> Tensor:
+        """The scale (rows,) or (1,) that the multipliers of `group_scale` multiply, or the only one without groups."""
+        assert bf.scheme_of(self.scheme).narrows
+        return self.tensors[f"{owner}/weight_scale"][0]
+
+    def group_scale(self, owner: str) -> Tensor | None:
+        """The multipliers (rows, groups), uint8, from 1 to 15; None without groups, or if their scales are floats."""
+        return self.part(owner, "group_scale")
+
     def codes(self, owner: str) -> Tensor:
         """Codes of the highest width, int8, in the weight's shape; only for schemes that narrow."""
         assert bf.scheme_of(self.scheme).narrows
@@ -73,16 +92,14 @@ class Artifact:
 
 
 def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
-    """What the layer table says of the shape of a convolution or linear layer; loading compares it with the model."""
-    if isinstance(layer, nn.Conv2d):
-        settings = {key: getattr(layer, key) for key in CONV_SETTINGS}
-        shape = [layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size]
-        plain = {key: list(v) if isinstance(v, tuple) else v for key, v in settings.items()}
-        return {"type": "Conv2d", "shape": shape, **plain, "bias": layer.bias is not None}
-    if isinstance(layer, nn.Linear):
-        shape = [layer.out_features, layer.in_features]
-        return {"type": "Linear", "shape": shape, "bias": layer.bias is not None}
-    raise ArtifactError(f"layer {name!r} is a {type(layer).__name__}; an artifact holds Conv2d and Linear")
+    """What the layer table says of the form of a layer; loading compares it with the model."""
+    kind = kind_of(layer)
+    if kind is None:
+        raise ArtifactError(f"layer {name!r} is a {type(layer).__name__}; an artifact holds {', '.join(KINDS)}")
+    shape = kind.to_rows(layer, cast(Tensor, layer.weight).detach()).shape
+    settings = {key: getattr(layer, key) for key in kind.settings}
+    plain = {key: list(v) if isinstance(v, tuple) else v for key, v in settings.items()}
+    return {"type": kind.name, "shape": list(shape), **plain, "bias": getattr(layer, "bias", None) is not None}
 
 
 def norm_table_entry(norm: nn.Module) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.artifact.format import (
-    CONV_SETTINGS,
     FLOAT,
     LARGEST_CODE,
+    OLD_KINDS,
     OLD_SCHEMES,
     VERSION,
     Artifact,
@@ -23,7 +23,7 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import UNKNOWN
+from bitdial.nn import KINDS, UNKNOWN
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -47,13 +47,16 @@ _LAYER: dict[str, type | tuple[type, ...]] = {
     "bias": bool,
     "activations": str,
     "fed_by": (str, type(None)),
+    "group_size": (int, type(None)),
 }
-_CONV: dict[str, type | tuple[type, ...]] = {
+_SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names in its record
     "stride": list,
     "padding": (list, str),
     "dilation": list,
     "groups": int,
     "padding_mode": str,
+    "output_padding": list,
+    "padding_idx": (int, type(None)),
 }
 _NORM: dict[str, type | tuple[type, ...]] = {
     "type": str,
@@ -97,7 +100,7 @@ class _Checker:
             )
         _fields("the manifest", manifest, _MANIFEST)
         if version == 1:
-            manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
+            _renew(manifest)
         try:
             high = check_bit_choices(manifest["bit_choices"])[0]
             self.scheme = bf.scheme_of(manifest["scheme"])
@@ -140,30 +143,56 @@ class _Checker:
 
     def _layer(self, name: str, entry: Any) -> None:
         label = f"layer {name!r}"
-        kind = entry.get("type") if isinstance(entry, dict) else None
-        if kind not in ("Conv2d", "Linear"):
-            raise ArtifactError(f"{label}: type {kind!r} is not Conv2d or Linear")
+        called = entry.get("type") if isinstance(entry, dict) else None
+        if not isinstance(called, str) or called not in KINDS:
+            raise ArtifactError(f"{label}: type {called!r} is not one of {', '.join(KINDS)}")
+        kind = KINDS[called]
         tied = {"tied_to": str} if "tied_to" in entry else {}
-        _fields(label, entry, {**_LAYER, **(_CONV if kind == "Conv2d" else {}), **tied})
+        _fields(label, entry, {**_LAYER, **{key: _SETTINGS[key] for key in kind.settings}, **tied})
         shape = tuple(entry["shape"])
-        if len(shape) != (4 if kind == "Conv2d" else 2) or not _sizes(shape):
-            raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind} weight")
-        for key in CONV_SETTINGS if kind == "Conv2d" else ():
+        if len(shape) != kind.weight_dims or not _sizes(shape):
+            raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind.name} weight")
+        if entry["bias"] and not kind.has_bias:
+            raise ArtifactError(f"{label}: a {kind.name} has no bias")
+        if entry["activations"] != "float" and kind.gathers:
+            raise ArtifactError(f"{label}: the input of a {kind.name} is not quantised")
+        for key in kind.settings:
             if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):
                 raise ArtifactError(f"{label}: {key}={entry[key]!r} is not a list of whole numbers")
         if entry["fed_by"] not in (None, UNKNOWN) and entry["fed_by"] not in {*self.artifact.layers} - {name}:
             raise ArtifactError(f"{label}: it is fed by {entry['fed_by']!r}, which is not another quantised layer")
+        self._groups(name, entry)
         if tied:
             owner = self.artifact.layers.get(entry["tied_to"])
-            if not isinstance(owner, dict) or "tied_to" in owner or owner.get("shape") != entry["shape"]:
+            same = ("shape", "group_size")
+            if not isinstance(owner, dict) or "tied_to" in owner or any(owner.get(k) != entry[k] for k in same):
                 raise ArtifactError(f"{label}: it is tied to {entry['tied_to']!r}, which does not store such a weight")
         else:
-            self._weight(name, shape)
+            self._weight(name, shape, entry["group_size"])
         if entry["bias"]:
             self._tensor(f"{name}/bias", torch.float32, shape[:1])
         self._activations(name, entry["activations"])
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> None:
+    def _groups(self, name: str, entry: dict[str, Any]) -> None:
+        """Whether the layer can have groups of that size; of a tied layer, whether it can use those of the owner."""
+        size, inputs = entry["group_size"], entry["shape"][1]
+        if size is None:
+            return
+        if not self.scheme.narrows:
+            raise ArtifactError(f"layer {name!r}: groups of inputs do not go with {self.artifact.scheme!r}")
+        if not 0 < size < inputs or inputs % size:
+            raise ArtifactError(
+                f"layer {name!r}: its {inputs} inputs cannot be groups of {size}; expected a smaller number that "
+                "divides them, or null"
+            )
+        whole = self.artifact.group_scale(self.artifact.owner(name)) is not None
+        if not whole and entry["activations"] != "float":
+            raise ArtifactError(
+                f"layer {name!r}: its activations are quantised, so its groups need whole multipliers, but there is "
+                f"no {self.artifact.owner(name) + '/group_scale'!r}"
+            )
+
+    def _weight(self, name: str, shape: tuple[int, ...], group_size: int | None) -> None:
         widths = self.artifact.bit_choices
         count, high = math.prod(shape), widths[0]
         if not self.scheme.narrows:
@@ -176,6 +205,9 @@ class _Checker:
                 self._phase(name, unpack_bytes(packed, high, count))
             except BitdialError as problem:
                 raise ArtifactError(f"layer {name!r}: {problem}") from problem
+        if group_size is not None:
+            self._group_scales(name, (shape[0], shape[1] // group_size))
+            return
         scale = self.artifact.part(name, "weight_scale")
         channels = scale.shape[-1] if scale is not None and scale.dim() == 2 else 1
         if channels not in (1, shape[0]):
@@ -188,6 +220,20 @@ class _Checker:
         least, _ = self.scheme.stored_range(high)
         if least != bf.code_range(high)[0] and codes.numel() and int(codes.min()) < least:
             raise ArtifactError(f"layer {name!r}: code {int(codes.min())} is below {least}, the least of this scheme")
+
+    def _group_scales(self, name: str, shape: tuple[int, int]) -> None:
+        """The scales of a layer with groups, (rows, groups): a row's times whole multipliers, or floats."""
+        if self.artifact.group_scale(name) is None:
+            self._scale(f"{name}/weight_scale", (1, *shape))
+            return
+        multipliers = self._tensor(f"{name}/group_scale", torch.uint8, shape)
+        if not bool(((multipliers >= 1) & (multipliers <= bf.MOST_MULTIPLIER)).all()):
+            raise ArtifactError(
+                f"{name + '/group_scale'!r} has multipliers that are not from 1 to {bf.MOST_MULTIPLIER}"
+            )
+        self._scale(f"{name}/weight_scale", (1, shape[0]))
+        if not bool((self.artifact.weight_scale(name) * LARGEST_CODE).isfinite().all()):
+            raise ArtifactError(f"the scale {name + '/weight_scale'!r} is so large that values overflow")
 
     def _activations(self, name: str, kind: str) -> None:
         if kind == "float":
@@ -264,6 +310,17 @@ class _Checker:
             raise ArtifactError(f"sensitivity: {problem}") from problem
         check_sensitivity(found, self.artifact.layers)
         self.artifact.sensitivity = found
+
+
+def _renew(manifest: dict[str, Any]) -> None:
+    """Bring a manifest of version 1 to the present one, in place. It had other names, two kinds of layer, no groups."""
+    manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
+    for name, entry in manifest["layers"].items():
+        if not isinstance(entry, dict):
+            continue  # refused later
+        if "group_size" in entry or entry.get("type") not in OLD_KINDS:
+            raise ArtifactError(f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size'")
+        entry["group_size"] = None
 
 
 def _fields(label: str, entry: Any, fields: dict[str, type | tuple[type, ...]]) -> None:

@@ -25,7 +25,9 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
         for name, entry in artifact.layers.items():
             if "tied_to" not in entry:
                 one += math.ceil(math.prod(entry["shape"]) * bits / 8)
-                one += 4 * artifact.tensors[f"{name}/weight_scale"].shape[1]
+                one += 4 * artifact.tensors[f"{name}/weight_scale"][0].numel()  # that of one width
+                multipliers = artifact.group_scale(name)
+                one += 0 if multipliers is None else multipliers.numel()
             one += 4 * entry["shape"][0] if entry["bias"] else 0
             one += {"float": 0, "asymmetric": 5}.get(entry["activations"], 4)
         separate[bits] = one

@@ -25,7 +25,7 @@ from bitdial.errors import ArtifactError, PlanError
 from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
-from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.nn import QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -107,7 +107,7 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
 def _layer_parts(
     name: str, layer: QuantLayer, stored_by: dict[nn.Parameter, str]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    quantizer, weight = layer.weight_quantizer, layer.weight
+    quantizer, weight, rows = layer.weight_quantizer, layer.weight, layer.weight_rows().detach().contiguous()
     if weight.dtype != torch.float32:
         raise ArtifactError(f"layer {name!r}: its weight is {weight.dtype}; convert the model with .float() first")
     if not bool(torch.isfinite(weight).all()):
@@ -117,18 +117,19 @@ def _layer_parts(
             raise ArtifactError(f"layer {name!r}: {key} is not positive and of usable size; the file was not written")
     entry = layer_table_entry(name, layer)
     entry["fed_by"] = layer.fed_by
+    entry["group_size"] = rows.shape[1] // quantizer.scale_shape[1] if bf.has_groups(quantizer.scale_shape) else None
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
     high, parts = layer.bit_choices[0], {}
     if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
         entry["tied_to"] = stored_by[weight]  # type: ignore[index]
     if not tied and quantizer.rule.narrows:
-        codes = quantizer.codes(weight, high)
+        parts |= _narrowing_scale(name, quantizer, rows)
+        codes = quantizer.codes(rows, high)
         parts["codes"] = codes if high == 8 else pack_bytes(codes, high)
-        parts["weight_scale"] = quantizer.scale_of(weight, high).reshape(1, -1)
     elif not tied:
-        parts["weight"] = weight
-        parts["weight_scale"] = torch.stack([quantizer.scale_of(weight, b) for b in layer.bit_choices])
-    if isinstance(layer.bias, Tensor):
+        parts["weight"] = rows
+        parts["weight_scale"] = torch.stack([quantizer.scale_of(rows, b) for b in layer.bit_choices])
+    if layer.bias is not None:
         parts["bias"] = layer.bias
     act = layer.act_quantizer
     if act is not None:
@@ -137,6 +138,19 @@ def _layer_parts(
             whole = [bf.integer_zero_point(act.zero_points[str(b)], b) for b in layer.bit_choices]
             parts["act_zero_point"] = torch.cat(whole).to(torch.uint8)
     return parts, entry
+
+
+def _narrowing_scale(name: str, quantizer: WeightQuantizer, rows: Tensor) -> dict[str, Tensor]:
+    """The scale of codes that narrow, as the file has it; of two levels, a float per row and an integer per group."""
+    scale = quantizer.scale_of(rows, quantizer.bit_choices[0]).detach()
+    if not quantizer.two_levels:
+        return {"weight_scale": scale[None]}
+    row_scale, multipliers = bf.split_scale(scale)
+    if not bool((row_scale > 0).all()) or not torch.equal(bf.join_scale(row_scale, multipliers), scale):
+        raise ArtifactError(
+            f"layer {name!r}: its weight scales are too small for scales of two levels; the file was not written"
+        )
+    return {"weight_scale": row_scale[None], "group_scale": multipliers}
 
 
 def _norm_parts(name: str, norm: SwitchableBatchNorm) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from bitdial.dial.dial import unwrap
 from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.nn.layers import conv_arguments
+from bitdial.nn.layer_kinds import CONV2D
 
 # Properties of the ONNX nodes that come from a quantised layer.
 LAYER, PART, BITS = "bitdial.layer", "bitdial.part", "bitdial.bits"
@@ -111,7 +111,7 @@ class OnnxConv2d(OnnxLayer, nn.Conv2d):
     """A PackedConv2d in ONNX operators."""
 
     def __init__(self, layer: PackedConv2d, name: str, opset: int):
-        super().__init__(**conv_arguments(layer), device="meta")
+        super().__init__(**CONV2D.arguments(layer), device="meta")
         self.bias = layer.bias
         self._attach(layer, name, opset)
 

@@ -36,13 +36,17 @@ from bitdial.functional.activations import (
     quantize_activation,
 )
 from bitdial.functional.granularity import (
+    GROUP_SCALES,
     MOST_MULTIPLIER,
     Granularity,
     by_scale,
+    has_groups,
     join_scale,
+    scale_bytes,
     split_scale,
     spread,
     two_level,
+    two_level_above,
     values_by_scale,
 )
 from bitdial.functional.schemes import (
@@ -70,6 +74,7 @@ from bitdial.functional.weights import (
 
 __all__ = [
     "ACTIVATION_KINDS",
+    "GROUP_SCALES",
     "MOST_MULTIPLIER",
     "SCHEMES",
     "TIE_RULES",
@@ -87,16 +92,19 @@ __all__ = [
     "derived_scale",
     "fake_quantize",
     "fake_quantize_activation",
+    "has_groups",
     "integer_zero_point",
     "join_scale",
     "lsq_gradient_scale",
     "narrow",
     "quantize",
     "quantize_activation",
+    "scale_bytes",
     "scheme_of",
     "split_scale",
     "spread",
     "two_level",
+    "two_level_above",
     "unclipped_range",
     "values_by_scale",
     "weight_of_codes",

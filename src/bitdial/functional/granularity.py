@@ -14,6 +14,7 @@ Two-level scales keep sums of a row integer sums: a group's scale is a whole num
 scale of its row, so the row's sum is a sum of (multiplier * code) times activation codes.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from bitdial.errors import ConfigError
 from bitdial.functional.schemes import apply
 
 MOST_MULTIPLIER = 15  # 4 bits a group; GGUF's blocks have as many
+GROUP_SCALES: tuple[str, ...] = ("integer", "float")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ class Granularity:
         return shape[0], groups
 
 
+def has_groups(scale_shape: tuple[int, ...]) -> bool:
+    """Whether a scale of that shape is one per group of inputs."""
+    return len(scale_shape) == 2
+
+
+def scale_bytes(scale_shape: tuple[int, ...], group_scales: str) -> int:
+    """Bytes of a scale of that shape as a file stores it: 4 a number; of two levels, 4 a row and 1 a group."""
+    if has_groups(scale_shape) and group_scales == "integer":
+        return 4 * scale_shape[0] + math.prod(scale_shape)
+    return 4 * math.prod(scale_shape)
+
+
 def by_scale(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(weight, scale) viewed so that each entry of the scale belongs to one row of the weight: (rows, ...), (rows,)."""
     if scale.dim() < 2:
@@ -70,11 +84,23 @@ def values_by_scale(values: Tensor, scale: Tensor) -> Tensor:
 def split_scale(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Row scales (rows,), float, and multipliers (rows, groups), uint8, of the two-level scale nearest to `scale`.
 
-    The row's scale is that of its largest group divided by MOST_MULTIPLIER.
+    The row's scale is that of its largest group divided by MOST_MULTIPLIER. To split what `join_scale` gives changes
+    nothing: row * 15 / 15 is the row again, though row * 15 is rounded.
     """
+    rows, ratio = _by_row(scale)
+    return rows, ratio.round_().clamp_(1, MOST_MULTIPLIER).to(torch.uint8)
+
+
+def _by_row(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows' scales, and how many of them each group has."""
     rows = scale.amax(dim=1) / torch.full_like(scale[:, 0], MOST_MULTIPLIER)
-    multipliers = (scale / rows[:, None]).round_().clamp_(1, MOST_MULTIPLIER)
-    return rows, multipliers.to(torch.uint8)
+    return rows, scale / rows[:, None]
+
+
+def two_level_above(scale: Tensor) -> Tensor:
+    """The least two-level scale that is nowhere below `scale` (rows, groups), up to rounding."""
+    rows, ratio = _by_row(scale)
+    return join_scale(rows, ratio.ceil_().clamp_(1, MOST_MULTIPLIER))
 
 
 def join_scale(rows: Tensor, multipliers: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
 from bitdial.live.hidden_weight import HiddenWeight, HidesWeight
-from bitdial.nn.layers import conv_arguments
+from bitdial.nn.layer_kinds import CONV2D
 
 
 class PackedLayer(HidesWeight, nn.Module):
@@ -81,13 +81,17 @@ class PackedLayer(HidesWeight, nn.Module):
         """The weight at `bits`, multiplied out."""
         codes, step = self.weight_codes(bits)
         offset = bf.scheme_of(self.scheme).offset(self.shift(bits))
-        return codes.to(step.dtype).add_(offset).mul_(bf.spread(step, codes))
+        return bf.values_by_scale(codes.to(step.dtype).add_(offset), step)
 
     def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]:
         """The weight at `bits` as integers (int16) and the step (channels,) between them."""
         codes, step = self.weight_codes(bits)
         factor, addend = bf.scheme_of(self.scheme).integers(self.shift(bits))
-        return codes.to(torch.int16) * factor + addend, step / factor
+        integers = codes.to(torch.int16) * factor + addend
+        if step.dim() < 2:
+            return integers, step / factor
+        rows, multipliers = bf.split_scale(step)
+        return bf.values_by_scale(integers, multipliers.to(torch.int16)), rows / factor
 
     def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
         """Scale and zero-point (1,) of the activations at `bits`, or at the selected width."""
@@ -135,7 +139,7 @@ class PackedConv2d(PackedLayer, nn.Conv2d):
     @classmethod
     def from_float(cls, conv: nn.Conv2d, **parts: object) -> "PackedConv2d":
         """A layer of the shape and with the bias of `conv`, and the stored `parts`."""
-        layer = cls(**conv_arguments(conv), device="meta")
+        layer = cls(**CONV2D.arguments(conv), device="meta")
         layer.bias = conv.bias
         layer._attach(**parts)  # type: ignore[arg-type]
         return layer

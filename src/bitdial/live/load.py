@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry, read_artifact
+from bitdial.artifact import (
+    FLOAT,
+    Artifact,
+    float_state,
+    layer_table_entry,
+    norm_table_entry,
+    read_artifact,
+)
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.packed import ArenaLinear, WordsLinear, packed_linears
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unserved
 from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
+from bitdial.live.trainable import trainable_layers
 from bitdial.models import build_model
-from bitdial.nn import (
-    ActivationQuantizer,
-    QuantConv2d,
-    QuantLinear,
-    SwitchableBatchNorm,
-    TransitionalBatchNorm,
-    WeightQuantizer,
-)
+from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.swap import swap_modules
 
 PACKED: dict[str, Any] = {"Conv2d": PackedConv2d, "Linear": PackedLinear}
-TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
 
 
 @torch.inference_mode(False)  # what is made within inference mode could not be switched outside
@@ -139,7 +139,7 @@ def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | N
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
     skeleton = _skeleton(artifact) if model is None else _copy_of(model)
-    return _assemble(artifact, skeleton, _trainable_layers, bits=artifact.bit_choices[0])
+    return _assemble(artifact, skeleton, trainable_layers, bits=artifact.bit_choices[0])
 
 
 def _assemble(
@@ -186,7 +186,11 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
-        entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to", "fed_by")}
+        entry = {
+            k: v
+            for k, v in artifact.layers[name].items()
+            if k not in ("activations", "tied_to", "fed_by", "group_size")
+        }
         _compare(f"layer {name!r}", entry, layer_table_entry(name, layer))
     norms = {name: _find(model, name, "norm") for name in artifact.norms}
     if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):
@@ -265,6 +269,11 @@ def _set_bias(artifact: Artifact, name: str, layer: nn.Module) -> None:
         layer.bias = nn.Parameter(bias.clone())
 
 
+def _weight_scale(artifact: Artifact, owner: str) -> Tensor:
+    narrows = bf.scheme_of(artifact.scheme).narrows
+    return (artifact.weight_scale(owner)[None] if narrows else artifact.tensors[f"{owner}/weight_scale"]).clone()
+
+
 def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
     narrows = bf.scheme_of(artifact.scheme).narrows
     stored: dict[str, Tensor] = {}
@@ -278,7 +287,7 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
             layer,
             name=name,
             stored=stored[owner],
-            weight_scale=artifact.tensors[f"{owner}/weight_scale"].clone(),
+            weight_scale=_weight_scale(artifact, owner),
             act_kind=artifact.layers[name]["activations"],
             act_scale=_copy(artifact.part(name, "act_scale")),
             act_zero_point=_copy(artifact.part(name, "act_zero_point")),
@@ -287,44 +296,3 @@ def _packed_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.
             ties=artifact.manifest["ties"],
         )
     return new
-
-
-def _trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-    widths, ties = artifact.bit_choices, artifact.manifest["ties"]
-    masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
-    new: dict[nn.Module, nn.Module] = {}
-    for name, layer in layers.items():
-        owner = artifact.owner(name)
-        if owner not in masters:
-            scale = artifact.tensors[f"{owner}/weight_scale"]
-            scales = dict(zip(widths, scale, strict=False))
-            quantizer = WeightQuantizer(
-                scales, bit_choices=widths, scheme=artifact.scheme, ties=ties, channels=scale.shape[1]
-            )
-            masters[owner] = nn.Parameter(_master_weight(artifact, owner)), quantizer
-        weight, quantizer = masters[owner]
-        layer.weight = weight
-        _set_bias(artifact, name, layer)
-        act = _act_quantizer(artifact, name)
-        trainable = TRAINABLE[artifact.layers[name]["type"]].from_float(layer, quantizer, act)
-        trainable.fed_by = artifact.layers[name]["fed_by"]
-        new[layer] = trainable
-    return new
-
-
-def _master_weight(artifact: Artifact, owner: str) -> Tensor:
-    """A float weight whose codes are the stored ones."""
-    if not bf.scheme_of(artifact.scheme).narrows:
-        return artifact.tensors[f"{owner}/weight"].clone()
-    scale = artifact.tensors[f"{owner}/weight_scale"][0]
-    return bf.weight_of_codes(artifact.codes(owner), scale, bits=artifact.bit_choices[0], scheme=artifact.scheme)
-
-
-def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:
-    scale, zero_point = artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
-    if scale is None:
-        return None
-    widths = artifact.bit_choices
-    zeros = None if zero_point is None else {b: z.float() for b, z in zip(widths, zero_point.split(1), strict=True)}
-    scales = dict(zip(widths, scale.split(1), strict=True))
-    return ActivationQuantizer(scales, zeros, kind=artifact.layers[name]["activations"])

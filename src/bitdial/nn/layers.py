@@ -1,33 +1,47 @@
 """Layers that train at several widths: a float master weight, quantised on the way in."""
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
 UNKNOWN = ""
 
 
 class QuantLayer(nn.Module):
-    """What QuantConv2d and QuantLinear share: two quantizers and the selected widths. Abstract.
+    """A layer of any kind, with two quantizers and the selected widths. Abstract: each kind has a class below.
 
     Only `set_bits` changes `weight_bits` and `act_bits`. Without an activation quantizer the layer is weight-only and
     `act_bits` has no effect. `fed_by` is the quantised layer that feeds this one: None if only float modules do,
     UNKNOWN if that could not be followed.
     """
 
+    kind: ClassVar[LayerKind]
     fed_by: str | None = UNKNOWN
 
     weight: Tensor
+    bias: Any  # a tensor or None; PyTorch has different types for it
+    bit_choices: tuple[int, ...]
+    weight_bits: int
+    act_bits: int
     weight_quantizer: WeightQuantizer
     act_quantizer: ActivationQuantizer | None
 
-    def _attach(self, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None) -> None:
-        self.weight_quantizer = weight_quantizer
-        self.act_quantizer = act_quantizer
-        self.bit_choices = weight_quantizer.bit_choices
-        self.weight_bits = self.act_bits = self.bit_choices[0]
+    @classmethod
+    def from_float(
+        cls, layer: nn.Module, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None
+    ) -> Self:
+        """A quantised layer that shares the parameters of `layer`."""
+        made: Any = cls(**cls.kind.arguments(layer), device="meta")
+        made.weight = layer.weight
+        if cls.kind.has_bias:
+            made.bias = layer.bias
+        made.weight_quantizer, made.act_quantizer = weight_quantizer, act_quantizer
+        made.bit_choices = weight_quantizer.bit_choices
+        made.weight_bits = made.act_bits = made.bit_choices[0]
+        return made.train(layer.training)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Change the selected widths of this layer."""
@@ -38,61 +52,61 @@ class QuantLayer(nn.Module):
         act = None if self.act_quantizer is None else self.act_quantizer.scales[str(self.act_bits)]
         return self.weight_quantizer.learned_scale(self.weight_bits), act
 
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Input and weight as their codes at the selected widths say them."""
-        if self.act_quantizer is not None:
-            x = self.act_quantizer(x, self.act_bits)
-        return x, self.weight_quantizer(self.weight, self.weight_bits)
+    def weight_rows(self) -> Tensor:
+        """The master weight in rows (output channels, inputs, ...): what the weight quantizer takes."""
+        return self.kind.to_rows(self, self.weight)
+
+    def quantized_input(self, x: Tensor) -> Tensor:
+        """Quantise `x` at the selected width, then dequantise it; a weight-only layer takes it as it is."""
+        return x if self.act_quantizer is None else self.act_quantizer(x, self.act_bits)
+
+    def quantized_weight(self) -> Tensor:
+        """Quantise the weight at the selected width, then dequantise it; in the layer's own order."""
+        return self.kind.from_rows(self, self.weight_quantizer(self.weight_rows(), self.weight_bits))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product of the quantised input with the quantised weight."""
+        return self.kind.product(self, self.quantized_input(input), self.quantized_weight(), self.bias)
+
+
+class QuantConv1d(QuantLayer, nn.Conv1d):
+    """nn.Conv1d at the selected widths."""
+
+    kind = CONV1D
+
+
+class QuantConv3d(QuantLayer, nn.Conv3d):
+    """nn.Conv3d at the selected widths."""
+
+    kind = CONV3D
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):
     """nn.Conv2d at the selected widths; any stride, padding, dilation, padding mode and groups."""
 
-    @classmethod
-    def from_float(
-        cls, conv: nn.Conv2d, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None
-    ) -> "QuantConv2d":
-        """A quantised layer that shares the parameters of `conv`."""
-        layer = cls(**conv_arguments(conv), device="meta")
-        layer.weight, layer.bias = conv.weight, conv.bias
-        layer._attach(weight_quantizer, act_quantizer)
-        return layer.train(conv.training)
+    kind = CONV2D
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution of the quantised input with the quantised weight."""
-        x, weight = self.quantized(input)
-        return self._conv_forward(x, weight, self.bias)
+
+class QuantConvTranspose2d(QuantLayer, nn.ConvTranspose2d):  # type: ignore[misc]  # it takes no output_size
+    """nn.ConvTranspose2d at the selected widths; scales per channel are those of its output channels."""
+
+    kind = CONV_TRANSPOSE2D
 
 
 class QuantLinear(QuantLayer, nn.Linear):
     """nn.Linear at the selected widths."""
 
-    @classmethod
-    def from_float(
-        cls, linear: nn.Linear, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None
-    ) -> "QuantLinear":
-        """A quantised layer that shares the parameters of `linear`."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer._attach(weight_quantizer, act_quantizer)
-        return layer.train(linear.training)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The product of the quantised input with the quantised weight."""
-        x, weight = self.quantized(input)
-        return nn.functional.linear(x, weight, self.bias)
+    kind = LINEAR
 
 
-def conv_arguments(conv: nn.Conv2d) -> dict[str, Any]:
-    """The constructor arguments that give another convolution of the same shape."""
-    return {
-        "in_channels": conv.in_channels,
-        "out_channels": conv.out_channels,
-        "kernel_size": conv.kernel_size,
-        "stride": conv.stride,
-        "padding": conv.padding,
-        "dilation": conv.dilation,
-        "groups": conv.groups,
-        "bias": conv.bias is not None,
-        "padding_mode": conv.padding_mode,
-    }
+class QuantEmbedding(QuantLayer, nn.Embedding):
+    """nn.Embedding whose weight is quantised at the selected width; its input is indices. A row is one embedding."""
+
+    kind = EMBEDDING
+    bias = None
+
+
+QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
+    layer.kind: layer
+    for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear, QuantEmbedding)
+}

@@ -4,6 +4,7 @@ Scales of different widths are separate parameters, so that a width which takes 
 and an optimizer leaves its scale and its moments alone.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +17,12 @@ from bitdial import kernels
 class WeightQuantizer(nn.Module):
     """Fake-quantises a weight at any of `bit_choices`.
 
-    Parameters: `scale` (channels,), shared by all widths and belonging to the highest; or, for `lsq`, one such
-    tensor per width in `scales`; or none, for the schemes that derive it from the weight.
+    The weight comes in rows (output channels, inputs, ...). Parameters: `scale` of `scale_shape`, shared by all widths
+    and belonging to the highest; or, for `lsq`, one such tensor per width in `scales`; or none, for the schemes that
+    derive it from the weight.
+
+    A scale (rows, groups) belongs to groups of inputs. With `group_scales` 'integer' it is used as the nearest scale of
+    two levels, a number per row times a whole number per group; 'float' uses it as it is.
 
     `scale_gradient` 'printed' leaves the factor 2^shift out of the shared scale's gradient, as the paper's text does.
     """
@@ -29,12 +34,14 @@ class WeightQuantizer(nn.Module):
         bit_choices: tuple[int, ...],
         scheme: str,
         ties: str,
-        channels: int,
+        scale_shape: tuple[int, ...],
+        group_scales: str = "integer",
         scale_gradient: str = "exact",
     ):
         super().__init__()
-        self.bit_choices, self.scheme, self.ties, self.channels = bit_choices, scheme, ties, channels
-        self.scale_gradient = scale_gradient
+        self.bit_choices, self.scheme, self.ties, self.scale_shape = bit_choices, scheme, ties, scale_shape
+        self.group_scales, self.scale_gradient = group_scales, scale_gradient
+        self.two_levels = bf.has_groups(scale_shape) and group_scales == "integer"
         self.rule = bf.scheme_of(scheme)
         if self.rule.shares_scale:
             self.scale = nn.Parameter(scales[bit_choices[0]].clone())
@@ -52,11 +59,24 @@ class WeightQuantizer(nn.Module):
         return self.scales[str(bits)] if self.rule.has_scale_per_width else None
 
     def scale_of(self, weight: Tensor, bits: int) -> Tensor:
-        """The scale (channels,) of the codes that width `bits` is made from."""
-        learned = self.learned_scale(bits)
-        if learned is not None:
-            return learned
-        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=(self.channels,))
+        """The scale (`scale_shape`) of the codes that width `bits` is made from; the gradient reaches the learned one.
+
+        `weight` is in rows.
+        """
+        scale = self.learned_scale(bits)
+        if scale is None:
+            scale = bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
+        return bf.two_level(scale) if self.two_levels else scale
+
+    @property
+    def learns_row_scales(self) -> bool:
+        """Whether the scales are parameters as they are: not derived from the weight, nor those of groups of inputs."""
+        return not self.rule.derives_scale and not bf.has_groups(self.scale_shape)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one width, as a file stores it."""
+        return bf.scale_bytes(self.scale_shape, self.group_scales)
 
     def codes(self, weight: Tensor, bits: int) -> Tensor:
         """Integer codes (int8) of `weight` at `bits`."""
@@ -69,7 +89,7 @@ class WeightQuantizer(nn.Module):
     def gradient_scale(self, weight: Tensor, bits: int) -> float:
         """What the gradient of the scale is multiplied with at `bits`: LSQ's factor, and that of `scale_gradient`."""
         left_out = self.stored_bits(bits) - bits if self.scale_gradient == "printed" else 0
-        return bf.lsq_gradient_scale(weight.numel() // self.channels, bits, signed=True) * 2.0**-left_out
+        return bf.lsq_gradient_scale(weight.numel() // math.prod(self.scale_shape), bits, signed=True) * 2.0**-left_out
 
     def settings(self, weight: Tensor, bits: int) -> dict[str, Any]:
         """What a fake quantization of `weight` at `bits` is told: scale, widths, scheme, tie rule, gradient scale."""
@@ -87,7 +107,7 @@ class WeightQuantizer(nn.Module):
         return kernels.fake_quantize(weight, **self.settings(weight, bits))
 
     def extra_repr(self) -> str:
-        return f"{self.scheme}, channels={self.channels}"
+        return f"{self.scheme}, scale_shape={self.scale_shape}"
 
 
 class ActivationQuantizer(nn.Module):

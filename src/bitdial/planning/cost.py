@@ -138,13 +138,14 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     for name, (macs, inputs) in _count_operations(model, layers, sample).items():
         layer = layers[name]
         owner = owners.setdefault(layer.weight, name)
-        scales = 4 * layer.weight_quantizer.channels if owner == name else 0
-        bias = 4 * layer.weight.shape[0] if isinstance(layer.bias, Tensor) else 0
+        rows = len(layer.weight_rows())
+        scales = layer.weight_quantizer.scale_bytes if owner == name else 0
+        bias = 4 * rows if layer.bias is not None else 0
         act = layer.act_quantizer
         act_bytes = 0 if act is None else 5 if act.kind == "asymmetric" else 4
         table[name] = LayerCosts(
             weights=layer.weight.numel(),
-            out_channels=layer.weight.shape[0],
+            out_channels=rows,
             macs=macs,
             inputs=inputs,
             scale_bytes=scales + bias + act_bytes,
@@ -194,14 +195,13 @@ def _state_bytes(module: nn.Module) -> int:
 
 def _count_operations(model: nn.Module, layers: Mapping[str, QuantLayer], sample: Batch) -> dict[str, tuple[int, int]]:
     """Multiply-accumulates and input elements of each layer, over all its calls, in the order of `layers`."""
-    seen = dict.fromkeys(layers, (0, 0))
+    seen: dict[str, tuple[int, int]] = {}
 
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
             x = args[0] if args else kwargs["input"]
-            per_output = cast(Tensor, module.weight)[0].numel()  # each output element is one product per such weight
-            macs, inputs = seen[name]
-            seen[name] = macs + out.numel() * per_output, inputs + x.numel()
+            macs, inputs = seen.get(name, (0, 0))
+            seen[name] = macs + layers[name].kind.multiply_adds(module, x, out), inputs + x.numel()
 
         return hook
 
@@ -212,10 +212,10 @@ def _count_operations(model: nn.Module, layers: Mapping[str, QuantLayer], sample
     finally:
         for handle in handles:
             handle.remove()
-    for name, (macs, _) in seen.items():
-        if macs == 0:
+    for name in layers:
+        if name not in seen:
             raise ConfigError(f"layer {name!r} did not run on the sample; pass one that reaches it")
-    return seen
+    return {name: seen[name] for name in layers}
 
 
 def _float_bytes(model: nn.Module, quantised: list[str]) -> int:

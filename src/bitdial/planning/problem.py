@@ -141,7 +141,7 @@ def quantization_errors(model: nn.Module) -> LayerLosses:
     found: LayerLosses = {}
     with torch.no_grad():
         for name, layer in prepared_layers(model).items():
-            weight, quantizer = layer.weight.detach(), layer.weight_quantizer
+            weight, quantizer = layer.weight_rows().detach(), layer.weight_quantizer
             source = quantizer.rule.source(weight.double())
             found[name] = {
                 b: float((source - quantizer(weight, b).double()).square().sum()) for b in quantizer.bit_choices

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
+from bitdial.nn import KIND_OF
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 MOST_SAMPLES = 1 << 16
@@ -15,11 +16,16 @@ MOST_SAMPLES = 1 << 16
 
 @dataclass
 class LayerInput:
-    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the smallest of all."""
+    """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the extremes of all.
+
+    Of a layer that takes indices, only when it ran. `arguments` is the most that a call gave it.
+    """
 
     samples: list[Tensor] = field(default_factory=list)
     minimum: float = float("inf")
+    maximum: float = -float("inf")
     last_call: int = -1
+    arguments: int = 1
 
 
 def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
@@ -27,9 +33,11 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
 
-    def record(name: str, x: Tensor) -> None:
+    def record(name: str, x: Tensor, arguments: int) -> None:
         entry = seen.setdefault(name, LayerInput())
-        entry.last_call = next(calls)
+        entry.last_call, entry.arguments = next(calls), max(entry.arguments, arguments)
+        if KIND_OF[type(layers[name])].gathers:
+            return
         flat = x.detach().reshape(-1)
         if flat.numel() == 0:
             raise QuantizationError(f"layer {name!r}: the calibration batch gives it an empty input")
@@ -39,13 +47,14 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
                 f"layer {name!r}: its calibration input holds NaN or infinity; check the "
                 "calibration batch and the weights of the layers before it"
             )
-        entry.minimum = min(entry.minimum, low)
+        entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
         stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
 
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            record(name, args[0] if args else kwargs["input"])
+            given = sum(value is not None for value in (*args, *kwargs.values()))
+            record(name, args[0] if args else kwargs["input"], given)
 
         return hook
 

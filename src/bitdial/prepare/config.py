@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 from bitdial.config import Config, check_bit_choices, check_choice, check_types
 from bitdial.errors import ConfigError
-from bitdial.functional import ACTIVATION_KINDS, TIE_RULES, check_phase, scheme_of
+from bitdial.functional import ACTIVATION_KINDS, GROUP_SCALES, TIE_RULES, check_phase, scheme_of
 
-STARTS: tuple[str, ...] = ("mse", "3std", "lsq")
+STARTS: tuple[str, ...] = ("mse", "3std", "lsq", "max")
 SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
 
 
@@ -15,8 +15,9 @@ class Rule(Config):
     """How to treat the layers that match; of several matching rules, the last to speak of a setting wins.
 
     `pattern` is a shell-style pattern over module names (`layer1.*`), `type` a class name (`Linear`); at least one
-    is given, and a layer must match both where both are. `quantize=True` also overrules `keep_first_last`.
-    A rule that matches no layer is an error.
+    is given, and a layer must match both where both are. `quantize=True` also overrules `keep_first_last`, and an
+    Embedding is quantised only where it says so. `group_size` is that of QuantConfig, or 0 for a scale per channel;
+    `per_channel` likewise takes the place of groups. A rule that matches no layer is an error.
     """
 
     pattern: str | None = None
@@ -24,16 +25,21 @@ class Rule(Config):
     quantize: bool | None = None
     activations: str | None = None
     per_channel: bool | None = None
+    group_size: int | None = None
 
     def __post_init__(self) -> None:
         check_types("Rule", self, {"pattern": str, "type": str, "quantize": bool, "per_channel": bool})
+        check_group_size("Rule.group_size", self.group_size, least=0)
+        if self.per_channel is False and self.group_size:
+            raise ConfigError(f"Rule.group_size={self.group_size} and per_channel=False ask for different scales")
         if self.pattern is None and self.type is None:
             raise ConfigError("a Rule needs a pattern, a type, or both")
         if self.activations is not None:
             check_choice("Rule.activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
-        if self.quantize is None and self.activations is None and self.per_channel is None:
+        if {self.quantize, self.activations, self.per_channel, self.group_size} == {None}:
             raise ConfigError(
-                f"the rule for {self.pattern or self.type!r} changes nothing; set quantize, activations or per_channel"
+                f"the rule for {self.pattern or self.type!r} changes nothing; set quantize, activations, per_channel "
+                "or group_size"
             )
 
     def __str__(self) -> str:
@@ -48,9 +54,14 @@ class QuantConfig(Config):
     bit_choices      widths the model learns, descending; the first is what the file stores
     scheme, ties     the weight scheme (see `bitdial.functional`) and the tie rule of its second rounding
     per_channel      a weight scale for each output channel (else one per tensor)
+    group_size       a weight scale for each group of that many inputs of an output channel, such as 32; None: no
+                     groups. A layer of no more inputs has a scale per channel
+    group_scales     'integer': a group's scale is a whole number from 1 to 15 times that of its channel, so that
+                     integer kernels can add up whole channels; 'float': any number, for float activations only
     activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
     start            starting scales: 'mse' (least squared error over the bit-widths), '3std' (weights mean +- 3 std,
-                     activations the 99.9th percentile) or 'lsq' (2 mean|x| / sqrt(Qp))
+                     activations the 99.9th percentile), 'lsq' (2 mean|x| / sqrt(Qp)) or 'max' (the full range: the
+                     largest magnitude has the outermost code of the highest width, and nothing is clipped there)
     scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
                      factor 2^shift)
     keep_first_last  keep the first and the last executed layer in float
@@ -62,6 +73,8 @@ class QuantConfig(Config):
     scheme: str = "double_rounding"
     ties: str = "even"
     per_channel: bool = True
+    group_size: int | None = None
+    group_scales: str = "integer"
     activations: str = "auto"
     start: str = "mse"
     scale_gradient: str = "exact"
@@ -87,5 +100,20 @@ class QuantConfig(Config):
                 f"scale_gradient='printed' is about a weight scale that all widths share; {self.scheme!r} has none. "
                 "Choose double_rounding, nested or truncate, or leave scale_gradient out"
             )
+        check_choice("group_scales", self.group_scales, GROUP_SCALES)
+        check_group_size("group_size", self.group_size, least=1)
+        if self.group_size is not None and not self.per_channel:
+            raise ConfigError(f"group_size={self.group_size} and per_channel=False ask for different scales; drop one")
         rules = tuple(r if isinstance(r, Rule) else Rule.from_dict(r) for r in self.rules)
         object.__setattr__(self, "rules", rules)
+        if not scheme.narrows and (self.group_size or any(rule.group_size for rule in rules)):
+            raise ConfigError(
+                f"group_size is for schemes that narrow stored integers; {self.scheme!r} rounds each width anew. "
+                "Choose double_rounding, nested, centred, truncate or adabits, or leave group_size out"
+            )
+
+
+def check_group_size(name: str, value: object, *, least: int) -> None:
+    """Raise ConfigError unless `value` is None or a whole number of at least `least`."""
+    if value is not None and (type(value) is not int or value < least):
+        raise ConfigError(f"{name}={value!r} must be a whole number of inputs, such as 32")

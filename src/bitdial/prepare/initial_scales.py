@@ -1,6 +1,7 @@
 """Starting scales, from the weights and from what calibration saw."""
 
 import logging
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
+from bitdial.prepare.config import QuantConfig
 
 log = logging.getLogger(__name__)
 
@@ -15,48 +17,63 @@ PERCENTILE = 0.999
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
 
-def weight_scales(
-    weight: Tensor, *, name: str, bit_choices: tuple[int, ...], scheme: str, ties: str, start: str, channels: int
-) -> dict[int, Tensor]:
-    """Starting weight scales (channels,), by the width they belong to; empty if the scheme derives them.
+def weight_scales(weight: Tensor, shape: tuple[int, ...], *, name: str, config: QuantConfig) -> dict[int, Tensor]:
+    """Starting scales of `shape` for a `weight` in rows, by the width they belong to; empty if the scheme derives them.
 
     A shared scale belongs to the highest width and, with start='mse', minimises the squared error summed over all
     widths: sum_b |W - W_b|^2.
     """
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
-    rows = weight.detach().reshape(channels, -1)
-    rule = bf.scheme_of(scheme)
+    rows, widths = weight.detach().reshape(math.prod(shape), -1), config.bit_choices
+    rule = bf.scheme_of(config.scheme)
+    largest = _largest(rows, shape)
     if rule.shares_scale:
-        return {bit_choices[0]: _weight_scale(rows, bit_choices[0], bit_choices, scheme, ties, start)}
+        scale = _weight_scale(rows, largest, widths[0], widths, config).reshape(shape)
+        if config.start == "max" and bf.has_groups(shape) and config.group_scales == "integer":
+            scale = bf.two_level_above(scale)
+        return {widths[0]: scale}
     if rule.has_scale_per_width:
-        return {b: _weight_scale(rows, b, (b,), scheme, ties, start) for b in bit_choices}
+        return {b: _weight_scale(rows, largest, b, (b,), config).reshape(shape) for b in widths}
     return {}
 
 
-def _weight_scale(rows: Tensor, high: int, widths: tuple[int, ...], scheme: str, ties: str, start: str) -> Tensor:
+def _largest(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The largest magnitude of each row of `rows`, which are those that share a scale; never 0.
+
+    Zeros take the range of their channel, or that of the tensor: any positive scale gives them the right codes.
+    """
     largest = rows.abs().amax(dim=1)
-    # A channel of zeros takes the tensor's own range: any positive scale gives it the right codes.
+    if bf.has_groups(shape):
+        by_channel = largest.view(shape)
+        largest = torch.where(by_channel > 0, by_channel, by_channel.amax(dim=1, keepdim=True)).reshape(-1)
     largest = torch.where(largest > 0, largest, largest.max())
-    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
+    return torch.where(largest > 0, largest, torch.ones_like(largest))
+
+
+def _weight_scale(rows: Tensor, largest: Tensor, high: int, widths: tuple[int, ...], config: QuantConfig) -> Tensor:
     levels = 2 ** (high - 1)
+    if config.start == "max":
+        # What is not clipped on the positive side is not on the negative one, which has a code more. Rounded to the
+        # nearest, the last code that is not clipped is 2^(high - 1) - 1; a floor has cells up to 2^(high - 1).
+        return largest / bf.unclipped_range(bf.scheme_of(config.scheme), high, high)[1]
     mean, deviation = rows.mean(dim=1), rows.std(dim=1, correction=0)
     three = torch.maximum((mean - 3 * deviation).abs(), (mean + 3 * deviation).abs())
     three = torch.where(three > 0, three, largest) / levels
-    if start == "3std":
+    if config.start == "3std":
         return three
     # LSQ's start, at the lowest width: taken at the highest it would leave every 2-bit code at 0.
     low = min(widths)
     lsq = 2 * rows.abs().mean(dim=1) * bf.code_range(low)[1] ** -0.5 / 2 ** (high - low)
     lsq = torch.where(lsq > 0, lsq, largest / levels)
-    if start == "lsq":
+    if config.start == "lsq":
         return lsq
 
     def error(reach: Tensor) -> Tensor:
         scale = largest * reach / levels
         total = torch.zeros_like(largest)
         for low in widths:
-            at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=scheme, ties=ties)
+            at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=config.scheme, ties=config.ties)
             total += (at - rows).square_().sum(dim=1)
         return total
 
@@ -93,6 +110,10 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
         zero_point = (-low * reach / scale).round() if kind == "asymmetric" else None
         return scale, zero_point
 
+    if start == "max":  # nothing that was seen is clipped; an unsigned kind reads what is negative as 0 in any case
+        most = bf.code_range(bits, signed=kind == "signed")[1]
+        reach = samples.new_ones(()) if kind == "asymmetric" else high.new_tensor(levels / most)
+        return at(reach)
     if start == "3std":
         kept = torch.quantile(magnitude[:: magnitude.numel() // _QUANTILE_LIMIT + 1], PERCENTILE)
         return at(torch.where(kept > 0, kept / magnitude.max(), 1.0))

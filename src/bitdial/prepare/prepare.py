@@ -3,43 +3,34 @@
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bitdial.errors import ConfigError, QuantizationError
+from bitdial import functional as bf
+from bitdial.errors import ConfigError
 from bitdial.nn import (
+    KIND_OF,
+    KINDS,
+    QUANTIZED,
     UNKNOWN,
     ActivationQuantizer,
-    QuantConv2d,
+    LayerKind,
     QuantLayer,
-    QuantLinear,
     SwitchableBatchNorm,
     WeightQuantizer,
 )
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
-from bitdial.prepare.config import QuantConfig, Rule
+from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.dataflow import find_flow
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
+from bitdial.prepare.treatment import Treatment, check_weight, check_weights, decide, without_float_owners
 
 log = logging.getLogger(__name__)
-SWAPS: dict[type[nn.Module], Any] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
 NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-@dataclass(frozen=True)
-class _Treatment:
-    """What the config and its rules decide for one layer."""
-
-    quantize: bool
-    asked_for: bool  # by a rule, rather than by default
-    activations: str
-    per_channel: bool
 
 
 def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence[Batch]) -> nn.Module:
@@ -59,17 +50,17 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
-    _check_weights(model)
+    check_weights(model)
     model = copy.deepcopy(model)
     turn_off_fast_paths(model)
-    candidates = {n: m for n, m in model.named_modules() if type(m) in SWAPS}
+    candidates = {n: m for n, m in model.named_modules() if type(m) in KIND_OF}
     if not candidates:
-        raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(t.__name__ for t in SWAPS)})")
+        raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)})")
     if "" in candidates:
         raise ConfigError("the model is a single layer; wrap it, for example in nn.Sequential, so that it has a name")
     inputs = observe_inputs(model, candidates, batches)
-    treatments = _decide(candidates, inputs, config)
-    chosen = _without_float_owners(model, candidates, treatments)
+    treatments = decide(candidates, inputs, config)
+    chosen = without_float_owners(model, candidates, treatments)
     if not chosen:
         raise ConfigError(
             "no layer is left to quantise: the first and the last executed layer stay in float "
@@ -79,135 +70,84 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     flow = find_flow(model, chosen, norms, batches[0])
 
     new: dict[nn.Module, nn.Module] = {}
-    weight_quantizers: dict[nn.Parameter, WeightQuantizer] = {}
-    for name, layer in chosen.items():
-        treatment = treatments[name]
-        weight = cast(nn.Parameter, layer.weight)
-        if weight not in weight_quantizers:  # tied weights share their scale, and so their codes
-            weight_quantizers[weight] = _weight_quantizer(name, weight, treatment, config)
-        elif (weight_quantizers[weight].channels > 1) != (treatment.per_channel and weight.shape[0] > 1):
-            raise ConfigError(f"layer {name!r}: it is tied to another layer, but rules give them different per_channel")
-        act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
-        quantised: QuantLayer = SWAPS[type(layer)].from_float(layer, weight_quantizers[weight], act_quantizer)
-        quantised.fed_by = flow.feeders.get(name, UNKNOWN)
-        new[layer] = quantised
+    for name, layer in _quantized_layers(chosen, inputs, treatments, config).items():
+        layer.fed_by = flow.feeders.get(name, UNKNOWN)
+        new[chosen[name]] = layer
     for name, leader in flow.leaders.items():
         new[norms[name]] = SwitchableBatchNorm(norms[name], bit_choices=config.bit_choices, follows=leader)
     swap_modules(model, new)
     return model
 
 
-def _check_weights(model: nn.Module) -> None:
-    """Refuse layers whose weight cannot be quantised, and say which stay in float because of their type."""
-    kinds = tuple(SWAPS)
-    for name, module in model.named_modules():
-        if not isinstance(module, kinds):
-            continue
-        if nn.utils.parametrize.is_parametrized(module, "weight") or "weight" not in module._parameters:
+def _quantized_layers(
+    chosen: dict[str, nn.Module],
+    inputs: dict[str, LayerInput],
+    treatments: dict[str, Treatment],
+    config: QuantConfig,
+) -> dict[str, QuantLayer]:
+    """The layers that take the place of `chosen`."""
+    made: dict[str, QuantLayer] = {}
+    first_of: dict[nn.Parameter, str] = {}  # tied weights share their scale, and so their codes
+    for name, layer in chosen.items():
+        kind, treatment = KIND_OF[type(layer)], treatments[name]
+        check_weight(name, layer)
+        if reason := kind.unsupported_reason(layer):
+            raise ConfigError(f"layer {name!r}: {reason}")
+        if inputs[name].arguments > 1:
             raise ConfigError(
-                f"layer {name!r}: its weight is computed from others (weight norm or the like); remove that first, for "
-                "example with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+                f"layer {name!r}: the model calls it with more than its input, which a quantised {kind.name} does not "
+                f"take; call it with its input alone, or keep it in float: Rule(pattern={name!r}, quantize=False)"
             )
-        weight = cast(nn.Parameter, module.weight)
-        if not bool(torch.isfinite(weight).all()):
-            raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
-        if weight.dtype not in (torch.float32, torch.float64):
-            raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float()")
-        if type(module) not in SWAPS:
-            log.warning(
-                "layer %r is a %s, a type that bitdial does not know; it stays in float", name, type(module).__name__
-            )
-
-
-def _decide(
-    candidates: dict[str, nn.Module], inputs: dict[str, LayerInput], config: QuantConfig
-) -> dict[str, _Treatment]:
-    order = list(inputs)
-    kept = {order[0], max(order, key=lambda n: inputs[n].last_call)} if config.keep_first_last and order else set()
-    treatments = {
-        name: _Treatment(name not in kept, False, config.activations, config.per_channel) for name in candidates
-    }
-    for rule in config.rules:
-        matched = [name for name, layer in candidates.items() if _matches(rule, name, layer)]
-        if not matched:
-            raise ConfigError(f"{rule} matches no layer; the model's layers are {', '.join(map(repr, candidates))}")
-        for name in matched:
-            treatments[name] = _apply_rule(treatments[name], rule)
-    for name, treatment in treatments.items():
-        if name not in inputs and treatment.quantize:
-            if treatment.asked_for:
-                raise ConfigError(
-                    f"layer {name!r}: a rule asks to quantise it, but the calibration batch does not "
-                    "run it; pass a batch that does"
-                )
-            log.warning("layer %r did not run on the calibration batch; it stays in float", name)
-            treatments[name] = replace(treatment, quantize=False)
-    return treatments
-
-
-def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
-    by_name = rule.pattern is None or fnmatchcase(name, rule.pattern)
-    return by_name and (rule.type is None or rule.type == type(layer).__name__)
-
-
-def _apply_rule(treatment: _Treatment, rule: Rule) -> _Treatment:
-    if rule.quantize is not None:
-        treatment = replace(treatment, quantize=rule.quantize, asked_for=rule.quantize)
-    if rule.activations is not None:
-        treatment = replace(treatment, activations=rule.activations)
-    if rule.per_channel is not None:
-        treatment = replace(treatment, per_channel=rule.per_channel)
-    return treatment
-
-
-def _without_float_owners(
-    model: nn.Module, candidates: dict[str, nn.Module], treatments: dict[str, _Treatment]
-) -> dict[str, nn.Module]:
-    """The layers to quantise, less those whose weight is also used in float by another module (tied embeddings)."""
-    chosen = {name: candidates[name] for name in candidates if treatments[name].quantize}
-    owners: dict[nn.Parameter, list[str]] = {}
-    for owner, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append(owner)
-    for name in list(chosen):
-        weight = cast(nn.Parameter, chosen[name].weight)
-        others = [o for o in owners[weight] if o not in candidates or not treatments[o].quantize]
-        if others and treatments[name].asked_for:
+        rows = kind.to_rows(layer, cast(Tensor, layer.weight).detach())
+        scale_shape = treatment.granularity.scale_shape(tuple(rows.shape), name)
+        if bf.has_groups(scale_shape) and config.group_scales == "float" and treatment.activations != "float":
             raise ConfigError(
-                f"layer {name!r}: a rule asks to quantise it, but {others[0]!r} uses the same weight in "
-                "float; untie them or drop the rule"
+                f"layer {name!r}: its activations are quantised, and sums of codes need whole numbers between the "
+                "scales of its groups: use group_scales='integer', or activations='float' for this layer"
             )
-        if others:
-            log.warning("layer %r stays in float: %r uses the same weight in float", name, others[0])
-            del chosen[name]
-    return chosen
+        owner = first_of.setdefault(cast(nn.Parameter, layer.weight), name)
+        if owner == name:
+            quantizer = _weight_quantizer(name, rows, scale_shape, config)
+        else:
+            quantizer = made[owner].weight_quantizer
+            _check_tied(name, kind, rows, scale_shape, owner, made[owner])
+        act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
+        made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer)
+    return made
 
 
-def _weight_quantizer(name: str, weight: nn.Parameter, treatment: _Treatment, config: QuantConfig) -> WeightQuantizer:
-    channels = weight.shape[0] if treatment.per_channel else 1
-    with torch.no_grad():
-        scales = weight_scales(
-            weight,
-            name=name,
-            bit_choices=config.bit_choices,
-            scheme=config.scheme,
-            ties=config.ties,
-            start=config.start,
-            channels=channels,
+def _check_tied(
+    name: str, kind: LayerKind, rows: Tensor, scale_shape: tuple[int, ...], owner: str, other: QuantLayer
+) -> None:
+    """Refuse a layer whose weight is that of `other`, unless both have the same rows and the same scales."""
+    if other.kind.to_rows is not kind.to_rows or other.weight_rows().shape != rows.shape:
+        raise ConfigError(
+            f"layer {name!r}: it uses the weight of {owner!r}, whose output channels lie along another dimension, so "
+            "they cannot share codes; untie them, or keep one in float by a rule"
         )
+    if other.weight_quantizer.scale_shape != scale_shape:
+        raise ConfigError(
+            f"layer {name!r}: it is tied to another layer, {owner!r}, but rules give them different per_channel or "
+            "group_size"
+        )
+
+
+def _weight_quantizer(name: str, rows: Tensor, scale_shape: tuple[int, ...], config: QuantConfig) -> WeightQuantizer:
+    with torch.no_grad():
+        scales = weight_scales(rows, scale_shape, name=name, config=config)
     return WeightQuantizer(
         scales,
         bit_choices=config.bit_choices,
         scheme=config.scheme,
         ties=config.ties,
-        channels=channels,
+        scale_shape=scale_shape,
+        group_scales=config.group_scales,
         scale_gradient=config.scale_gradient,
     )
 
 
 def _act_quantizer(
-    name: str, seen: LayerInput, treatment: _Treatment, config: QuantConfig
+    name: str, seen: LayerInput, treatment: Treatment, config: QuantConfig
 ) -> ActivationQuantizer | None:
     kind = treatment.activations
     if kind == "float":
@@ -220,7 +160,10 @@ def _act_quantizer(
             name,
             seen.minimum,
         )
-    samples = torch.cat(seen.samples).float() if seen.samples[0].dtype != torch.float64 else torch.cat(seen.samples)
+    samples = torch.cat(seen.samples)
+    if config.start == "max":  # of all that was seen, not of a sample
+        samples = samples.new_tensor([seen.minimum, seen.maximum])
+    samples = samples if samples.dtype == torch.float64 else samples.float()
     scales, zero_points = activation_start(
         samples, name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
     )

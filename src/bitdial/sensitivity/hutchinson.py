@@ -34,7 +34,6 @@ from torch.utils._pytree import tree_leaves
 from bitdial.dial.dial import is_live, set_bits, unwrap
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer
-from bitdial.nn.layers import conv_arguments
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem, pairs
 from bitdial.prepare.model_call import Batch, call
@@ -286,15 +285,12 @@ def _float_copy(model: nn.Module, layers: Sequence[str] | None) -> tuple[nn.Modu
 
 def _float_layer(layer: QuantLayer) -> nn.Module:
     """The layer without its quantizers; its weight is what they round: for schemes of the DoReFa family, tanh(W)."""
-    made: nn.Conv2d | nn.Linear
-    if isinstance(layer, nn.Conv2d):
-        made = nn.Conv2d(**conv_arguments(layer), device="meta")
-    else:
-        linear = cast(nn.Linear, layer)
-        made = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    kind = layer.kind
+    made = kind.module(**kind.arguments(layer), device="meta")
     rounded = layer.weight_quantizer.rule.source(layer.weight)
     made.weight = nn.Parameter(rounded.detach())
-    made.bias = cast(Any, layer.bias)
+    if kind.has_bias:
+        made.bias = layer.bias
     return made.eval()
 
 

@@ -32,7 +32,7 @@ from bitdial.kernels.training import (
     normalize,
 )
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
-from bitdial.nn import QuantConv2d, QuantLayer, QuantLinear, SwitchableBatchNorm
+from bitdial.nn import QuantConv2d, QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch
 
 log = logging.getLogger(__name__)
@@ -72,9 +72,9 @@ class FusedConv(nn.Module):
             self.ready = self.side.quantize(self.conv.weight, codes)
 
     def codes(self) -> WeightCodes | None:
-        """How the kernels quantise the weight at the selected width; None for a float layer and a derived scale."""
+        """How the kernels quantise the weight at the selected width; None if they do not, or for a float layer."""
         conv = self.conv
-        if not isinstance(conv, QuantConv2d) or conv.weight_quantizer.rule.derives_scale:
+        if not isinstance(conv, QuantConv2d) or not conv.weight_quantizer.learns_row_scales:
             return None
         if conv in self.seats:
             return self.seats[conv].weight_codes()
@@ -104,35 +104,36 @@ class FusedConv(nn.Module):
         return None if quantizer is None else quantizer.kind
 
 
-class FusedLinear(nn.Module):
-    """Calls a quantised linear layer, by its seat if it has one."""
+class FusedLayer(nn.Module):
+    """Calls a quantised layer of any other kind, by its seat if it has one."""
 
-    def __init__(self, linear: QuantLinear, seats: Seated):
+    def __init__(self, layer: QuantLayer, seats: Seated):
         super().__init__()
-        self._linear = (linear,)  # not a submodule: the model owns it
+        self._layer = (layer,)  # not a submodule: the model owns it
         self.seats = seats
 
     @property
-    def linear(self) -> QuantLinear:
+    def layer(self) -> QuantLayer:
         """The layer, the model's own."""
-        return self._linear[0]
+        return self._layer[0]
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of the quantised input with the quantised weight."""
-        linear, seat = self.linear, self.seats.get(self.linear)
-        return F.linear(_quantized_input(linear, x, seat), _quantized_weight(linear, seat), linear.bias)
+        layer, seat = self.layer, self.seats.get(self.layer)
+        x, weight = _quantized_input(layer, x, seat), _quantized_weight(layer, seat)
+        return layer.kind.product(layer, x, weight, layer.bias)
 
 
 def _quantized_input(layer: QuantLayer, x: Tensor, seat: Seat | None) -> Tensor:
-    if layer.act_quantizer is None:
-        return x
-    return layer.act_quantizer(x, layer.act_bits) if seat is None else quantize_activation_by(x, seat.act_codes(x))
+    if layer.act_quantizer is None or seat is None:
+        return layer.quantized_input(x)
+    return quantize_activation_by(x, seat.act_codes(x))
 
 
 def _quantized_weight(layer: QuantLayer, seat: Seat | None) -> Tensor:
     if seat is None:
-        return layer.weight_quantizer(layer.weight, layer.weight_bits)
-    return quantize_weight_by(layer.weight, seat.weight_codes())
+        return layer.quantized_weight()
+    return layer.kind.from_rows(layer, quantize_weight_by(layer.weight_rows(), seat.weight_codes()))
 
 
 class FusedNorm(nn.Module):
@@ -204,7 +205,7 @@ class FastModel:
         """Whether each of `modules` is called by a node of the fast path, which looks for its seat."""
         nodes = list(self.model.modules())
         called: set[nn.Module] = {node.conv for node in nodes if isinstance(node, FusedConv)}
-        called |= {node.linear for node in nodes if isinstance(node, FusedLinear)}
+        called |= {node.layer for node in nodes if isinstance(node, FusedLayer)}
         called |= {node._owned[0] for node in nodes if isinstance(node, FusedNorm)}
         return called.issuperset(modules)
 
@@ -241,8 +242,8 @@ def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module
     for node in _plain_calls(fast):
         if type(module_of(fast, node)) in (nn.Conv2d, QuantConv2d):
             _replace_conv(fast, node, side, seats)
-        elif type(module_of(fast, node)) is QuantLinear:
-            _replace_linear(fast, node, seats)
+        elif isinstance(module_of(fast, node), QuantLayer):
+            _replace_layer(fast, node, seats)
     for node in _plain_calls(fast):
         if _is_norm(module_of(fast, node)):
             _replace_norm(fast, node, seats)
@@ -251,11 +252,11 @@ def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module
     return fast
 
 
-def _replace_linear(fast: fx.GraphModule, node: fx.Node, seats: Seated) -> None:
-    linear = module_of(fast, node)
-    assert isinstance(linear, QuantLinear)
+def _replace_layer(fast: fx.GraphModule, node: fx.Node, seats: Seated) -> None:
+    layer = module_of(fast, node)
+    assert isinstance(layer, QuantLayer)
     with fast.graph.inserting_before(node):
-        out = insert_call(fast, "fused", FusedLinear(linear, seats), node.args)
+        out = insert_call(fast, "fused", FusedLayer(layer, seats), node.args)
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
 

@@ -191,8 +191,8 @@ def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | Non
     quantizers = [q for layer in layers for q in (layer.weight_quantizer, layer.act_quantizer) if q is not None]
     if not fast.covers([*layers, *norms]):
         return "a layer or norm is not on the fast path"
-    if any(layer.weight_quantizer.rule.derives_scale for layer in layers):
-        return "the scheme derives its scales from the weights"
+    if not all(layer.weight_quantizer.learns_row_scales for layer in layers):
+        return "the scheme derives its scales from the weights, or they belong to groups of inputs"
     if any(layer.act_quantizer is not None and layer.act_quantizer.kind == "asymmetric" for layer in layers):
         return "activations have zero-points"
     if len(set(quantizers)) < len(quantizers):

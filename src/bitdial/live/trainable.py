@@ -1,0 +1,69 @@
+"""From an artifact back to layers that train: master weights whose codes are the stored ones, and learned scales."""
+
+import torch
+from torch import Tensor, nn
+
+from bitdial import functional as bf
+from bitdial.artifact import Artifact
+from bitdial.errors import ArtifactError
+from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, WeightQuantizer
+
+
+def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The trainable layer for each of the float `layers` of the file, whose parameters are replaced."""
+    masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
+    new: dict[nn.Module, nn.Module] = {}
+    for name, layer in layers.items():
+        kind, owner = KINDS[artifact.layers[name]["type"]], artifact.owner(name)
+        if owner not in masters:
+            weight = kind.from_rows(layer, _master_rows(artifact, owner)).contiguous()
+            masters[owner] = nn.Parameter(weight), _weight_quantizer(artifact, owner)
+        layer.weight, quantizer = masters[owner]
+        if (bias := artifact.part(name, "bias")) is not None:
+            layer.bias = nn.Parameter(bias.clone())
+        trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name))
+        trainable.fed_by = artifact.layers[name]["fed_by"]
+        new[layer] = trainable
+    return new
+
+
+def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
+    scales = {bits: artifact.weight_scale(owner, bits) for bits in artifact.bit_choices}
+    scale, two_levels = scales[artifact.bit_choices[0]], artifact.group_scale(owner) is not None
+    if two_levels and bf.scheme_of(artifact.scheme).derives_scale:
+        raise ArtifactError(
+            f"layer {owner!r}: {artifact.scheme} takes its scales from the weights, and scales of two levels do not "
+            "come out as they were; train on from a checkpoint, or from a file with group_scales='float'"
+        )
+    if two_levels and not torch.equal(bf.two_level(scale), scale):
+        raise ArtifactError(
+            f"layer {owner!r}: no multiplier of a row in 'group_scale' is {bf.MOST_MULTIPLIER}, as it is in files of "
+            "bitdial; the file runs, but training would not go on from its codes"
+        )
+    return WeightQuantizer(
+        scales,
+        bit_choices=artifact.bit_choices,
+        scheme=artifact.scheme,
+        ties=artifact.manifest["ties"],
+        scale_shape=tuple(scale.shape),
+        group_scales="integer" if two_levels else "float",
+    )
+
+
+def _master_rows(artifact: Artifact, owner: str) -> Tensor:
+    """A float weight in rows whose codes are the stored ones."""
+    if not bf.scheme_of(artifact.scheme).narrows:
+        return artifact.tensors[f"{owner}/weight"].clone()
+    return bf.weight_of_codes(
+        artifact.codes(owner), artifact.weight_scale(owner), bits=artifact.bit_choices[0], scheme=artifact.scheme
+    )
+
+
+def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:
+    scale, zero_point = artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
+    if scale is None:
+        return None
+    widths = artifact.bit_choices
+    zeros = None if zero_point is None else {b: z.float() for b, z in zip(widths, zero_point.split(1), strict=True)}
+    scales = dict(zip(widths, scale.split(1), strict=True))
+    return ActivationQuantizer(scales, zeros, kind=artifact.layers[name]["activations"])
