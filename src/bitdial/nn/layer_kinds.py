@@ -30,8 +30,10 @@ class LayerKind:
     module      the class of the float layer
     sizes       the constructor's sizes, by argument and attribute
     settings    further arguments of the constructor; the manifest keeps them, and loading compares them
-    product     (layer, input, weight, bias) to output, with a weight in the layer's own order
+    product     (layer, input, weight, bias) to output, with a weight in the layer's own order. It asks the layer for
+                its sizes and settings only, so anything that has these can be multiplied
     image_dims  dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
+    gathers     whether its input is indices: it picks rows and multiplies nothing
     to_rows     (layer, weight) to the weight in rows (output channels, inputs, ...)
     from_rows   the way back
     """
@@ -42,6 +44,7 @@ class LayerKind:
     settings: tuple[str, ...] = ()
     product: Product
     image_dims: int
+    gathers: bool = False
     to_rows: Callable[[Any, Tensor], Tensor] = _same
     from_rows: Callable[[Any, Tensor], Tensor] = _same
 
@@ -60,7 +63,20 @@ class LayerKind:
 
 
 def _convolve(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return layer._conv_forward(x, weight, bias)
+    padding = layer.padding
+    if layer.padding_mode != "zeros":
+        x, padding = F.pad(x, padding_around(layer), mode=layer.padding_mode), 0
+    return F.conv2d(x, weight, bias, layer.stride, padding, layer.dilation, layer.groups)
+
+
+def padding_around(layer: Any) -> list[int]:
+    """What a convolution pads on either side, as F.pad takes it: the last dimension first."""
+    if layer.padding == "valid":
+        return [0] * (2 * len(layer.kernel_size))
+    if layer.padding != "same":
+        return [size for size in reversed(layer.padding) for _ in range(2)]
+    totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return [size for total in reversed(totals) for size in (total // 2, total - total // 2)]
 
 
 def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
