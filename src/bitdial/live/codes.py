@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 
 
+ALL = slice(None)
+
+
 class CodeSource(Protocol):
     """Where the codes of a layer lie: as they are stored, or packed into words. A module."""
 
@@ -138,30 +141,40 @@ class Codes(nn.Module):
         """What is added to a code of `bits` before it is multiplied with its step."""
         return self.rule.offset(self.shift(bits))
 
-    def weight_codes(self, bits: int) -> Tensor:
-        """Codes (int8, in rows) at `bits`."""
+    def weight_codes(self, bits: int, rows: slice = ALL) -> Tensor:
+        """Codes (int8, in rows) at `bits`; of some `rows` only, where a copy of all would take too much memory."""
         if not self.rule.narrows:
-            return bf.quantize(self.stored, self.weight_scale(bits), bits=bits, scheme=self.scheme)
+            return bf.quantize(self.stored, self.weight_scale(bits), bits=bits, scheme=self.scheme)[rows]
         codes, width = self._source.read(bits)
-        codes = codes.to(self.scale.device)
+        codes = codes[rows].to(self.scale.device)
         return codes if width == bits else bf.narrow(codes, high=width, low=bits, scheme=self.scheme, ties=self.ties)
 
     def weight_values(self, bits: int) -> Tensor:
         """The dequantised weight (float32, in rows) at `bits`."""
-        scale, shift = self.weight_scale(bits), self.shift(bits)
-        return bf.dequantize(self.weight_codes(bits), scale, shift=shift, scheme=self.scheme)
+        codes, step = self.weight_codes(bits), self.step(bits)
+        rows, flat = bf.by_scale(codes.to(step.dtype, copy=True).add_(self.offset(bits)), step)
+        return rows.mul_(bf.spread(flat, rows)).reshape(codes.shape)
 
-    def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]:
-        """The weight at `bits` as integers (int16, in rows) and the step between them: (1,), (rows,) or (rows, groups).
+    def weight_integers(self, bits: int, rows: slice = ALL) -> Tensor:
+        """The weight at `bits`, or some `rows` of it, as integers (int16).
 
-        With scales of two levels an integer is multiplied with its group's multiplier, and the step is the row's.
+        With scales of two levels an integer is multiplied with its group's multiplier.
         """
         factor, addend = self.rule.integers(self.shift(bits))
-        integers = self.weight_codes(bits).to(torch.int16) * factor + addend
+        integers = self.weight_codes(bits, rows).to(torch.int16) * factor + addend
         if self.multipliers is None:
-            return integers, self.step(bits) / factor
-        grouped = integers.reshape(*self.multipliers.shape, -1) * self.multipliers[:, :, None].to(torch.int16)
-        return grouped.reshape(integers.shape), self.scale[0] * 2.0 ** self.shift(bits) / factor
+            return integers
+        multipliers = self.multipliers[rows]
+        grouped = integers.reshape(*multipliers.shape, -1) * multipliers[:, :, None].to(torch.int16)
+        return grouped.reshape(integers.shape)
+
+    def integer_step(self, bits: int) -> Tensor:
+        """The step between weight integers at `bits`: (1,), (rows,), or (rows, groups) of plain float scales.
+
+        With scales of two levels it is the row's.
+        """
+        scale = self.weight_scale(bits) if self.multipliers is None else self.scale[0]
+        return scale * 2.0 ** self.shift(bits) / self.rule.integers(self.shift(bits))[0]
 
     def act_parameters(self, bits: int) -> tuple[Tensor, Tensor | None]:
         """Scale and zero-point (1,) of the input's quantizer at `bits`."""

@@ -105,7 +105,7 @@ def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
     """The output of a layer on codes at the selected widths."""
     layer.check_input(x)
     kind, codes = layer.kind, layer.codes
-    integers, step = codes.weight_integers(layer.weight_bits)
+    integers, step = codes.weight_integers(layer.weight_bits), codes.integer_step(layer.weight_bits)
     if kind.gathers:
         values = bf.values_by_scale(integers.float(), step)
         return kind.product(layer, x, kind.from_rows(layer, values), None)

@@ -20,6 +20,7 @@ from bitdial.live.engines.integer.operands import (
     needs_doubling,
     pair_tables,
     quantizer,
+    row_sums,
     weight_operand,
 )
 from bitdial.live.engines.integer.operators import Epilogue, LayerOperands, Outputs, convolve, finish
@@ -110,7 +111,8 @@ class IntegerEngine(BoardPart):
 
     def tables(self) -> list[Tables]:
         codes = self.layer.codes
-        sums, steps = zip(*(weight_operand(codes, bits)[1:] for bits in self.bit_choices), strict=True)
+        rows = self.layer.weight_shape[0]
+        sums, steps = zip(*(row_sums(codes, bits, rows) for bits in self.bit_choices), strict=True)
         acts = torch.stack([quantizer(codes, bits) for bits in self.bit_choices])
         doubled = [bits == 8 for bits in self.bit_choices] if needs_doubling(codes) else None
         return [pair_tables(torch.stack(sums), torch.stack(steps), acts, doubled), act_tables(acts)]
@@ -134,7 +136,8 @@ class IntegerEngine(BoardPart):
     def _operands(self, layer: LiveLayer, weight_bits: int, act_bits: int) -> Tables:
         """The operands at these widths."""
         codes = layer.codes
-        integers, sums, step = weight_operand(codes, weight_bits)
+        integers = weight_operand(codes, weight_bits)
+        sums, step = row_sums(codes, weight_bits, len(integers))
         acts = quantizer(codes, act_bits)[None]
         doubled = [weight_bits == 8] if needs_doubling(codes) else None
         tables = {**pair_tables(sums[None], step[None], acts, doubled), **act_tables(acts)}

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitdial.functional.fixed_point import fixed_point_powers
 from bitdial.live.engines.exact import (
     ExactLayer,
     ExactPool,
-    fixed_point_weight,
     float_forward,
     float_layer_bits,
     plain_layer,
@@ -25,6 +25,9 @@ from bitdial.live.engines.integer.operators import (
 from bitdial.live.engines.integer.shapes import SHAPES, padding_of, run_as_images
 from bitdial.live.plain import take_over
 from bitdial.nn.layer_kinds import LayerKind
+
+
+ROUNDED_AT_ONCE = 1 << 17
 
 
 class FixedPointLayer(nn.Module):
@@ -44,20 +47,21 @@ class FixedPointLayer(nn.Module):
         super().__init__()
         take_over(self, layer)
         self.shapes = SHAPES[layer.kind.name](layer, name)
-        integers, power = self._operands()
-        self.register_buffer("integers", integers.contiguous(), persistent=False)
-        self.register_buffer("weight_power", power, persistent=False)
+        filters = self.shapes.filters(self.kind.to_rows(self, self.weight.detach()))
+        integers = torch.empty(filters.shape, device=filters.device)
+        self.register_buffer("integers", integers, persistent=False)
+        self.register_buffer("weight_power", filters.new_empty(1, dtype=torch.float64), persistent=False)
+        self.refresh()
         self.register_load_state_dict_post_hook(_refresh)
 
-    def _operands(self) -> tuple[Tensor, Tensor]:
-        integers, power = fixed_point_weight(self)
-        return self.shapes.filters(integers.float()), power.reshape(1).clone()
-
     def refresh(self) -> None:
-        """Make the operands anew, in place."""
-        integers, power = self._operands()
-        self.integers.copy_(integers)
-        self.weight_power.copy_(power)
+        """Make the operands anew, in place; a few rows at a time, for they are made in float64."""
+        rows = self.kind.to_rows(self, self.weight.detach())
+        filters, size = self.shapes.filters(rows), max(1, ROUNDED_AT_ONCE // rows[0].numel())
+        inverse, power = fixed_point_powers(_largest(rows), float_layer_bits(self), by_sample=False)
+        for some, target in zip(filters.split(size), self.integers.split(size), strict=True):
+            target.copy_((some.double() * inverse.reshape(())).round_())
+        self.weight_power.copy_(power.reshape(1))
 
     def run(self, x: Tensor, end: Epilogue) -> Outputs:
         """Value and codes behind the layer and `end`, for the float32 x; each sample of a batch has its own power."""
@@ -96,6 +100,12 @@ class FixedPointPool(nn.Module):
     def plain(self) -> nn.Module:
         """The pool."""
         return self.exact.plain()
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The number (1,) of largest magnitude, NaN if there is one: the one that says how a weight is rounded."""
+    low, high = weight.aminmax()
+    return torch.maximum(-low, high).reshape(1)
 
 
 def _refresh(layer: Any, keys: object) -> None:

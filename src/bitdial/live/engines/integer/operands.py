@@ -10,6 +10,7 @@ from bitdial.kernels.integer_ops import STORED_SHIFT
 from bitdial.kernels.reference.integer_sums import PAD_CODES
 from bitdial.live.codes import Codes
 
+SUMMED_AT_ONCE = 1 << 16  # weight integers, which are made for that
 Tables = dict[str, Tensor]  # (choices, ...) by the name of the buffer that holds the row in use
 
 
@@ -18,12 +19,18 @@ def needs_doubling(codes: Codes) -> bool:
     return not all(codes.rule.fits_int8(bits) for bits in codes.bit_choices)
 
 
-def weight_operand(codes: Codes, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers (int8, in rows); of those that they stand for the sums (rows,), int32, and the step (rows,)."""
-    whole, step = codes.weight_integers(bits)
-    sums = whole.flatten(1).sum(dim=1, dtype=torch.int32)
-    integers = whole if codes.rule.fits_int8(bits) else codes.weight_codes(bits)
-    return integers.to(torch.int8), sums, step.float().expand(sums.shape)
+def weight_operand(codes: Codes, bits: int) -> Tensor:
+    """Integers (int8, in rows): the weight integers, or the codes where those do not fit."""
+    fits = codes.rule.fits_int8(bits)
+    return codes.weight_integers(bits).to(torch.int8) if fits else codes.weight_codes(bits)
+
+
+def row_sums(codes: Codes, bits: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The sums (rows,), int32, of each row's weight integers, and the step (rows,); a few rows at a time."""
+    size = max(1, SUMMED_AT_ONCE // max(codes.stored[0].numel(), 1))
+    parts = (codes.weight_integers(bits, slice(at, at + size)) for at in range(0, rows, size))
+    sums = torch.cat([part.flatten(1).sum(dim=1, dtype=torch.int32) for part in parts])
+    return sums, codes.integer_step(bits).float().expand(sums.shape)
 
 
 def quantizer(codes: Codes, bits: int) -> Tensor:

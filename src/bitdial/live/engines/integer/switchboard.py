@@ -239,15 +239,14 @@ class Switchboard(Board[_Steps]):
                 lines.append((self._keys[part].start, (starts[weight] + at) // 4, (active + at) // 4, *codes[1:]))
             found.append((part, starts[weight], active, codes.filters.shape))
             active += size
+        codes = None  # it holds what it was taken from
         self.master = torch.zeros(stored, dtype=torch.int8, device=device)
         self._code_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 6)
         weights: dict[int, Tensor] = {}
         for part, source, _, shape in found:
             if source not in weights:
-                codes = part.code_operand()
-                assert codes is not None
-                filters = self.master[source : source + shape.numel()].view(shape).copy_(codes.filters)
-                weights[source] = part.rows(filters)
+                weights[source] = part.rows(self.master[source : source + shape.numel()].view(shape))
+                weights[source].copy_(part.code_source.stored)
             part.code_source.stored = weights[source]
             self._remember(part.code_source, "stored")
         self.active = torch.zeros(active, dtype=torch.int8, device=device)
@@ -259,7 +258,7 @@ class Switchboard(Board[_Steps]):
         """Lay out the tables and the rows in use."""
         lines: list[tuple[int, ...]] = []
         found: list[tuple[BoardPart, Tables, int]] = []
-        tables_in_words: list[Tensor] = []
+        in_words: list[Tensor] = []
         start = end = 0  # words so far: of the tables, of the rows in use
         for part in self._parts.values():
             key = self._keys[part].start + (part.code_operand() is not None)
@@ -271,9 +270,9 @@ class Switchboard(Board[_Steps]):
                     lines.append((key, start + at, end + at, stride, min(BLOCK_WORDS, stride - at)))
                 self._places[part].append(_Place(start, table.numel()))
                 found.append((part, tables, end))
-                tables_in_words.append(table.flatten())
+                in_words.append(table.flatten())
                 start, end, key = start + table.numel(), end + stride, key + 1
-        self.table = torch.cat([torch.zeros(0, dtype=torch.int32, device=device), *tables_in_words])
+        self.table = torch.cat([torch.zeros(0, dtype=torch.int32, device=device), *in_words])
         self.words = torch.zeros(end, dtype=torch.int32, device=device)
         self._word_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 5)
         for part, tables, at in found:
