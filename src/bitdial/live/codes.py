@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 
-
 ALL = slice(None)
 
 

@@ -8,12 +8,15 @@ from torch import Tensor, nn
 from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.errors import ArtifactError
 
+# What the table says of a layer that the float layer does not know.
+NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
+
 
 def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
-        entry = {k: v for k, v in artifact.layers[name].items() if k not in ("activations", "tied_to", "fed_by")}
+        entry = {k: v for k, v in artifact.layers[name].items() if k not in NOT_OF_THE_LAYER}
         _compare(f"layer {name!r}", entry, layer_table_entry(name, layer))
     norms = {name: _find(model, name, "norm") for name in artifact.norms}
     if len({*layers.values(), *norms.values()}) < len(layers) + len(norms):

@@ -12,6 +12,7 @@ TRAINABLE: dict[str, Any] = {"Conv2d": QuantConv2d, "Linear": QuantLinear}
 
 
 def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """For each of the float `layers` its successor with quantizers; layers on one weight share it."""
     widths, ties = artifact.bit_choices, artifact.manifest["ties"]
     masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
     new: dict[nn.Module, nn.Module] = {}
@@ -26,8 +27,6 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
             masters[owner] = nn.Parameter(_master_weight(artifact, owner)), quantizer
         weight, quantizer = masters[owner]
         layer.weight = weight
-        if (bias := artifact.part(name, "bias")) is not None:
-            layer.bias = nn.Parameter(bias.clone())
         act = _act_quantizer(artifact, name)
         trainable = TRAINABLE[artifact.layers[name]["type"]].from_float(layer, quantizer, act)
         trainable.fed_by = artifact.layers[name]["fed_by"]

@@ -37,8 +37,8 @@ from bitdial.dial.dial import dialled_layers
 from bitdial.errors import QuantizationError, TrainingError
 from bitdial.live import kernel_choice
 from bitdial.live.engines.integer import IntegerModel
-from bitdial.live.engines.integer.graph import Call, LayerCall
 from bitdial.live.engines.integer.engine import IntegerEngine
+from bitdial.live.engines.integer.graph import Call, LayerCall
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

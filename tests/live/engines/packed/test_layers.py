@@ -362,7 +362,9 @@ def test_exact_sums_and_exports_of_words_are_those_of_float_kernels(
         set_bits(others[1], 8)
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
-    files = [export_onnx(model, tmp_path / "m.onnx", tokens, bits=4).path.read_bytes() for model in (plain, packed, few)]
+    files = [
+        export_onnx(model, tmp_path / "m.onnx", tokens, bits=4).path.read_bytes() for model in (plain, packed, few)
+    ]
     assert len(set(files)) == 1
     with pytest.raises(PlanError, match=r"bits=8 is not in bit_choices \(4, 2\)"):
         export_onnx(few, tmp_path / "m.onnx", tokens, bits=8)

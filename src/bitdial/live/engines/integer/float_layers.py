@@ -26,7 +26,6 @@ from bitdial.live.engines.integer.shapes import SHAPES, padding_of, run_as_image
 from bitdial.live.plain import take_over
 from bitdial.nn.layer_kinds import LayerKind
 
-
 ROUNDED_AT_ONCE = 1 << 17
 
 
