@@ -71,7 +71,7 @@ class LiveLayer(nn.Module):
 
     def run_on(self, engine: nn.Module) -> None:
         """Multiply by `engine` from now on, at the widths that are selected."""
-        self.engine = engine
+        self.engine = engine.train(self.training)
         cast(Engine, engine).select(self, self.weight_bits, self.act_bits)
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:

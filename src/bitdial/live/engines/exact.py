@@ -69,13 +69,13 @@ def code_exact(model: nn.Module) -> nn.Module:
 def run_exactly(model: nn.Module) -> nn.Module:
     """Change the live `model`, whose layers have no engine, in place so that every sum is exact."""
     new: dict[nn.Module, nn.Module] = {}
-    for module in model.eval().modules():
+    for module in list(model.modules()):
         if isinstance(module, LiveLayer):
             module.run_on(ExactEngine())
         elif (make := _EXACT.get(type(module))) is not None:
             new[module] = make(module)
     swap_modules(model, new)
-    return model
+    return model.eval()
 
 
 # --- layers on codes ------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ def to_integer(model: nn.Module) -> None:
             engine.allocate()
         cast(LiveLayer, modules[name]).engine = engine
     setattr(model, SWITCHBOARD, board)
+    model.eval()
 
 
 def _successors(modules: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
