@@ -20,7 +20,7 @@ from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.packed import PackedEngine, PoolBoard, packed_words
 from bitdial.live.fit import fit
-from bitdial.live.kernel_choice import check_offer, choose_kernels, unserved
+from bitdial.live.kernel_choice import check_offer, choose_kernels, unsupported_reason
 from bitdial.live.layers import LiveLayer
 from bitdial.live.skeleton import built, copy_of
 from bitdial.live.trainable import trainable_layers
@@ -58,7 +58,7 @@ def load(
     be left out for the models that bitdial ships.
 
     dtype        what a weight-only model runs in: torch.bfloat16 or torch.float16; None is the file's float32
-    kernels      'float': codes are multiplied out and torch's kernels run, as in training. 'integer': integer kernels,
+    kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
                  as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised, packed
                  for a weight-only model in 16 bits; else float.
@@ -95,17 +95,16 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     device = _usable(device)
     kernels = choose_kernels(artifact, device, dtype, kernels)
     offered = check_offer(artifact, kernels, bit_choices, master)
-    served = [name for name in artifact.layers if kernels == "packed" and unserved(artifact, name) is None]
     words: dict[str, nn.Module] = {}
     board: PoolBoard | None = None
+    if kernels == "packed":
+        names = [name for name in artifact.layers if unsupported_reason(artifact, name) is None]
+        words, board = packed_words(artifact, names, bit_choices=offered, device=device, master=master)
     # Parts of the file keep all of it in memory: worth it if the codes are among them.
     keep = own and kernels == "float" and device.type == "cpu" and _codes_are_parts(artifact)
     take = _itself if keep else torch.clone
 
     def make_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-        nonlocal words, board
-        if served:
-            words, board = packed_words(artifact, served, bit_choices=offered, device=device, master=master)
         return _live_layers(artifact, layers, words, offered, take, _itself if own else torch.clone)
 
     live = _assemble(artifact, model, make_layers, take, bits=offered[0]).eval().requires_grad_(False)
