@@ -41,7 +41,7 @@ from bitdial.kernels.weight_pool import PackedArena
 BITS = (8, 6, 4, 3, 2)
 MODELS = ["resnet50", "linears-1b", "live resnet50"]
 LIVE_SCHEMES = ("double_rounding", "nested")
-OPERANDS = ("integers", "pad", "correction", "factor", "quantizer", "halves", "lines")
+OPERANDS = ("integers", "pad", "correction", "factor", "quantizer", "doubled", "affine_now")
 WAIT_CYCLES = 10_000_000  # about 5 milliseconds, in which the host queues what is measured
 
 
@@ -174,12 +174,12 @@ def deciding(live: nn.Module) -> dict[str, object]:
     """For each operand, what its contents depend on, as it is set now."""
     found: dict[str, object] = {}
     for name in operands(live):
-        owner, _, kind = name.rpartition(".")
-        part: Any = live.get_submodule(owner)
-        if kind == "lines":
-            found[name] = part.key
+        part, _, kind = name.rpartition(".")
+        owner: Any = live.get_submodule(part).owner  # the layer or norm whose operand it is
+        if kind == "affine_now":
+            found[name] = owner.bits, owner.fed_bits
         else:
-            weight, act = part.weight_bits, part.act_bits
+            weight, act = owner.weight_bits, owner.act_bits
             found[name] = {"integers": weight, "pad": act, "quantizer": act}.get(kind, (weight, act))
     return found
 

@@ -163,7 +163,7 @@ def test_the_reader_reproduces_the_weights(
     for bits in bit_choices:
         set_bits(live, bits)
         for layer in manifest["layers"]:
-            expected = live.get_submodule(layer).active.numpy()
+            expected = live.get_submodule(layer).engine.active.numpy()
             found = reader["weight"](manifest, tensors, layer, bits)
             assert found.dtype == np.float32
             np.testing.assert_array_equal(found, expected)

@@ -363,7 +363,7 @@ def test_a_scale_that_overflows_at_the_lowest_width(
         return
     for bits in (8, 6, 4, 2):
         set_bits(live, bits)
-        assert bool(torch.isfinite(live.conv.active).all()), bits
+        assert bool(torch.isfinite(live.conv.engine.active).all()), bits
 
 
 # --- hostile types: every field of the manifest, every kind of value ----------------------------------

@@ -158,3 +158,8 @@ def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
         scales = 32 / 256
         least = scales + (staging if row["master_on"] == "host" else 0)
         assert least <= row["other"] < least + 0.02
+    networks = record["networks"]
+    assert networks["file_mb"] > 0
+    for kernels in ("float", "integer", "float model"):
+        assert set(networks[kernels]) == {"held", "peak"}
+        assert networks[kernels]["peak"] >= 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, build_model, code_exact, load, onnx_session_options, prepare, save
 from bitdial import functional as bf
-from bitdial.live.layers import PackedLayer
+from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
 
 try:
@@ -159,15 +159,15 @@ def check_against(path: Path, live: nn.Module, x: Tensor) -> int:
     same_input: dict[tuple[int, float, int], str] = {}
     alive: list[Tensor] = []  # so that no two inputs have had the same address
 
-    def follow(layer: PackedLayer, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    def follow(layer: LiveLayer, arguments: tuple[Tensor]) -> tuple[Tensor]:
         nonlocal others
         values = arguments[0]
         alive.append(values)
-        scale, zero_point = layer.act_parameters()
+        scale, zero_point = layer.codes.act_parameters(layer.act_bits)
         key = values.data_ptr(), float(scale), layer.act_bits
         call = same_input.setdefault(key, _unmet(f"{layer.name}.input_codes", met))  # equal quantizers become one
         met.add(call)
-        ours = bf.quantize_activation(values, scale, zero_point, bits=layer.act_bits, kind=layer.act_kind).int()
+        ours = bf.quantize_activation(values, scale, zero_point, bits=layer.act_bits, kind=layer.codes.act_kind).int()
         theirs = torch.from_numpy(run.codes[call]).int()
         wrong = ours != theirs
         others += int(wrong.sum())
@@ -177,7 +177,7 @@ def check_against(path: Path, live: nn.Module, x: Tensor) -> int:
         assert bool((distance <= FLOAT_ERROR * 2**layer.act_bits).all()), (layer.name, distance.max())
         return (bf.dequantize_activation(theirs, scale, zero_point, bits=layer.act_bits),)
 
-    quantised = [m for m in exact.modules() if isinstance(m, PackedLayer) and m.act_scale is not None]
+    quantised = [m for m in exact.modules() if isinstance(m, LiveLayer) and m.quantizes_input]
     for layer in quantised:
         layer.register_forward_pre_hook(follow)
     with torch.no_grad():

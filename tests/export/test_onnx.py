@@ -31,7 +31,7 @@ from bitdial import (
 from bitdial import functional as bf
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, ExportError, MissingDependencyError, PlanError
-from bitdial.live.layers import PackedLayer
+from bitdial.live.layers import LiveLayer
 
 from .conftest import FLOAT_ERROR, WIDTHS, check_against, images, run_file, run_with_codes, session, stored_codes
 
@@ -78,14 +78,14 @@ def test_onnxruntime_runs_every_setting_of_a_network(
     bits = random_plan(live, 11) if setting == "mixed" else setting
     set_bits(live, bits)
     done = export_onnx(live, tmp_path / "net.onnx", x[:1])
-    codes = sum(layer.active.numel() for layer in live.modules() if isinstance(layer, PackedLayer))
+    codes = sum(layer.codes.stored.numel() for layer in live.modules() if isinstance(layer, LiveLayer))
     assert check_against(done.path, live, x) <= 1e-4 * codes
     model = onnx.load(done.path)
     for layer, (weight_bits, _) in get_bits(live).items():
         found, tensor = stored_codes(model, layer)
         packed = dialled_layers(live)[layer]
-        assert isinstance(packed, PackedLayer)
-        assert np.array_equal(found, packed.weight_codes(weight_bits)[0].numpy()), layer
+        assert isinstance(packed, LiveLayer)
+        assert np.array_equal(found, packed.codes.weight_codes(weight_bits).numpy()), layer
         container = CONTAINER[weight_bits]
         assert done.weights[layer] == (weight_bits, container)
         assert tensor.data_type == TYPES[container]
@@ -95,7 +95,7 @@ def test_onnxruntime_runs_every_setting_of_a_network(
 def test_fewer_bits_make_smaller_files(networks: Callable[[str], tuple[nn.Module, Tensor]], tmp_path: Path) -> None:
     live, x = networks("demo")
     size = {b: export_onnx(live, tmp_path / f"{b}.onnx", x, bits=b).bytes for b in (8, 4, 2)}
-    weights = sum(layer.stored.numel() for layer in live.modules() if isinstance(layer, PackedLayer))
+    weights = sum(layer.codes.stored.numel() for layer in live.modules() if isinstance(layer, LiveLayer))
     others = 4096  # the Clips and the IR version, not weights
     assert 0 <= size[4] - (size[8] - weights // 2) < others
     assert 0 <= size[2] - (size[8] - weights * 3 // 4) < others
@@ -152,17 +152,19 @@ def test_input_codes_are_ours_on_every_border(make_live: Callable[..., nn.Module
     widths = (8, 7, 6, 5, 4, 3, 2)
     live = make_live(Fan(), calibration, widths=widths, activations=kind, keep_first_last=False)
     set_bits(live, BitPlan({f"at.{i}": bits for i, bits in enumerate(widths)}))
-    layers = {name: layer for name, layer in dialled_layers(live).items() if isinstance(layer, PackedLayer)}
+    layers = {name: layer for name, layer in dialled_layers(live).items() if isinstance(layer, LiveLayer)}
     parts = [torch.tensor([0.0, -0.0, 1e30, -1e30])]
     for layer in layers.values():
-        scale, _ = layer.act_parameters()
+        scale, _ = layer.codes.act_parameters(layer.act_bits)
         borders = (torch.arange(-300, 300) + 0.5) * scale
         parts += [borders, *(torch.nextafter(borders, torch.tensor(sign)) for sign in (torch.inf, -torch.inf))]
         parts += [torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 100 * scale]
     x = torch.cat(parts)[:, None]
     found = run_with_codes(export_onnx(live, tmp_path / "fan.onnx", x).path, x).codes
     for name, layer in layers.items():
-        expected = bf.quantize_activation(x, *layer.act_parameters(), bits=layer.act_bits, kind=kind).numpy()
+        expected = bf.quantize_activation(
+            x, *layer.codes.act_parameters(layer.act_bits), bits=layer.act_bits, kind=kind
+        ).numpy()
         codes = found[f"{name}.input_codes"]
         assert np.array_equal(codes, expected), name
         assert codes.dtype == expected.dtype

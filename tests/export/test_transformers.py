@@ -26,7 +26,7 @@ from bitdial import (
 )  # fmt: skip
 from bitdial.cli import main
 from bitdial.errors import ArtifactError, ConfigError, ExportError
-from bitdial.live.engines.packed import WordsLinear
+from bitdial.live.engines.packed import PackedEngine
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -105,7 +105,7 @@ def test_a_model_in_16_bits_generates_and_switches(tmp_path: Path, scheme: str) 
     live = load_pretrained(tmp_path / "folder", kernels="packed")
     assert live.dtype == torch.bfloat16, "the config's"
     assert live.model.rotary_emb.inv_freq.dtype == torch.float32
-    words = [m for m in live.modules() if isinstance(m, WordsLinear)]
+    words = [m for m in live.modules() if isinstance(m, PackedEngine)]
     assert len(words) == 13, "seven in each block, less the first"
     plain = load_pretrained(tmp_path / "folder", dtype=torch.float32)
     for bits in (8, 3):

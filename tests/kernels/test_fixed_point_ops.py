@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from bitdial.functional.fixed_point import fixed_point_powers
 from bitdial.kernels import fixed_point_ops as fixed_point
 from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, fixed_point_mean, sample_powers
-from bitdial.live.engines.exact import ExactAdaptiveAvgPool2d, ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
+from bitdial.live.engines.exact import ExactLayer, ExactNorm, norm_affine, run_exactly
+from bitdial.live.engines.integer.convert import to_integer
 from bitdial.live.engines.integer.float_layers import serves_float
-from bitdial.live.engines.integer.layers import to_integer
+from bitdial.live.engines.integer.operators import Epilogue
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,8 +46,7 @@ def randn(*shape: int, seed: int) -> Tensor:
 def pair(layer: nn.Module) -> tuple[Any, Any]:
     """A float layer by its definition, and on the operator."""
     nn.init.normal_(layer.weight, std=0.3, generator=torch.Generator().manual_seed(0))
-    layer.__class__ = ExactConv2d if isinstance(layer, nn.Conv2d) else ExactLinear
-    exact = nn.Sequential(layer.requires_grad_(False).to(DEVICE))
+    exact = run_exactly(nn.Sequential(layer.requires_grad_(False).to(DEVICE)))
     made = copy.deepcopy(exact)
     to_integer(made)
     return exact[0], made[0]
@@ -145,14 +145,14 @@ def test_a_sample_that_is_not_finite_becomes_nan(name: str, bad: float) -> None:
 
 def test_what_follows() -> None:
     exact, made = pair(nn.Conv2d(**CONVS["3x3"]))
-    norm = ExactBatchNorm(7).to(DEVICE)
+    norm = ExactNorm(nn.BatchNorm2d(7).to(DEVICE))
     norm.running_mean.copy_(torch.linspace(-1, 1, 7))
     x, other = randn(3, 5, 6, 6, seed=3), randn(3, 7, 6, 6, seed=4)
     quantizer = torch.tensor([0.37, 11, 0, 255, 128], device=DEVICE)
     value = (norm(exact(x)) + other).clamp(0, 6)
     codes = ((value / quantizer[0]).round() + 11).clamp(0, 255) - 128
-    lines = norm_lines(norm).to(DEVICE)
-    got = made.run(x, norm=lines, other=other, cap=6.0, first=quantizer, second=None, keep=True)
+    affine = norm_affine(norm).to(DEVICE)
+    got = made.run(x, Epilogue(affine, other, 6.0, quantizer))
     assert torch.equal(got[0], value)
     assert torch.equal(got[1], codes.to(torch.int8))
 
@@ -161,7 +161,7 @@ def test_what_follows() -> None:
 def test_what_is_left_to_the_definition(odd: dict[str, Any]) -> None:
     exact, made = pair(nn.Conv2d(4, 6, 3, **odd))
     assert not serves_float(exact)
-    assert type(made) is ExactConv2d
+    assert type(made) is ExactLayer
 
 
 def bits_of(powers: Tensor) -> list[list[int]]:
@@ -209,7 +209,7 @@ def test_powers_of_images_in_any_layout(layout: torch.memory_format) -> None:
 
 @pytest.mark.parametrize("channels, height, width", [(3, 1, 1), (70, 7, 7), (64, 5, 9), (1, 16, 1), (130, 3, 11)])
 def test_means_of_images(channels: int, height: int, width: int) -> None:
-    exact = nn.Sequential(ExactAdaptiveAvgPool2d(1))
+    exact = run_exactly(nn.Sequential(nn.AdaptiveAvgPool2d(1)))
     made = copy.deepcopy(exact)
     to_integer(made)
     assert type(made[0]) is not type(exact[0])
@@ -223,7 +223,7 @@ def test_means_of_images(channels: int, height: int, width: int) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of what the test is about
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_means_of_a_sample_that_is_not_finite(bad: float) -> None:
-    exact = nn.Sequential(ExactAdaptiveAvgPool2d(1))
+    exact = run_exactly(nn.Sequential(nn.AdaptiveAvgPool2d(1)))
     made = copy.deepcopy(exact)
     to_integer(made)
     x = randn(3, 4, 5, 5, seed=12)
@@ -236,7 +236,7 @@ def test_means_of_a_sample_that_is_not_finite(bad: float) -> None:
 def test_a_mean_is_the_rounded_quotient() -> None:
     """As rational numbers have it; a product with 1 / 49 is another float64 in some of these."""
     x = torch.randint(-(2**22), 2**22, (1, 400, 7, 7), generator=torch.Generator().manual_seed(8)).float()
-    made = nn.Sequential(ExactAdaptiveAvgPool2d((1, 1)))
+    made = run_exactly(nn.Sequential(nn.AdaptiveAvgPool2d((1, 1))))
     to_integer(made)
     got = made(x.to(DEVICE)).flatten().tolist()
     totals = [int(total) for total in x.double().sum(dim=(2, 3)).flatten().tolist()]

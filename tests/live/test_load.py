@@ -29,7 +29,7 @@ from bitdial import (
     set_bits,
 )
 from bitdial.errors import BitdialError, ConfigError, PlanError, QuantizationError
-from bitdial.live.layers import PackedLayer
+from bitdial.live.layers import LiveLayer
 from bitdial.nn import QuantLayer
 
 SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
@@ -228,7 +228,7 @@ def test_kinds_mixed_by_rules(tmp_path: Path) -> None:
     model = trained(Net(), images(), rules=rules, ties="up")
     save(model, tmp_path / "m")
     live = load(tmp_path / "m", Net())
-    assert {n for n, m in live.named_modules() if isinstance(m, PackedLayer)} == {
+    assert {n for n, m in live.named_modules() if isinstance(m, LiveLayer)} == {
         "stem",
         "conv",
         "grouped",
@@ -264,7 +264,7 @@ def test_the_codes_are_the_trained_models(tmp_path: Path, scheme: str) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantLayer):
             for bits in (8, 6, 4, 2):
-                codes, _ = live.get_submodule(name).weight_codes(bits)
+                codes = live.get_submodule(name).codes.weight_codes(bits)
                 assert codes.dtype == torch.int8
                 assert torch.equal(codes, layer.weight_quantizer.codes(layer.weight, bits))
                 assert int(codes.min()) >= -(2 ** (bits - 1))
@@ -334,16 +334,17 @@ def test_no_float_master(tmp_path: Path, scheme: str, bit_choices: tuple[int, ..
     model = trained(Net(), images(), scheme=scheme, bit_choices=bit_choices, activations="asymmetric")
     save(model, tmp_path / "m")
     live = load(tmp_path / "m", Net())
-    quantised = {n: m for n, m in live.named_modules() if isinstance(m, PackedLayer)}
+    quantised = {n: m for n, m in live.named_modules() if isinstance(m, LiveLayer)}
     assert quantised.keys() == {"conv", "grouped", "depthwise", "point", "hidden"}
     state = live.state_dict()
     for name, layer in quantised.items():
         mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
         biased = {"bias"} if layer.bias is not None else set()
-        assert mine.keys() == {"stored", "weight_scale", "act_scale", "act_zero_point"} | biased
+        held = {f"codes.{part}" for part in ("source.stored", "scale", "act_scale", "act_zero_point")}
+        assert mine.keys() == held | biased
         original = model.get_submodule(name).weight
-        assert mine["stored"].dtype == torch.int8
-        assert mine["stored"].shape == original.shape
+        assert mine["codes.source.stored"].dtype == torch.int8
+        assert mine["codes.source.stored"].shape == original.shape
         floats = [v for v in mine.values() if v.is_floating_point()] + list(layer.parameters())
         assert all(v.numel() < original.numel() for v in floats)
         assert [k for k, _ in layer.named_parameters()] == sorted(biased)
@@ -357,8 +358,8 @@ def test_schemes_that_cannot_narrow_keep_the_float_weight(tmp_path: Path, scheme
     model = trained(Net(), images(), scheme=scheme)
     save(model, tmp_path / "m")
     live = load(tmp_path / "m", Net())
-    assert torch.equal(live.conv.stored, model.conv.weight.detach())
-    assert live.conv.weight_scale.shape == (4, 8)
+    assert torch.equal(live.conv.codes.stored, model.conv.weight.detach())
+    assert live.conv.codes.scale.shape == (4, 8)
 
 
 def test_sharing_survives(tmp_path: Path) -> None:
@@ -366,7 +367,7 @@ def test_sharing_survives(tmp_path: Path) -> None:
     save(trained(Twice(), images()), tmp_path / "m")
     live, again = load(tmp_path / "m", Twice()), load_trainable(tmp_path / "m", Twice())
     assert live.conv is live.again
-    assert live.left.stored.data_ptr() == live.right.stored.data_ptr()
+    assert live.left.codes.stored.data_ptr() == live.right.codes.stored.data_ptr()
     assert again.conv is again.again
     assert again.left.weight is again.right.weight
     assert again.left.weight_quantizer is again.right.weight_quantizer
@@ -597,7 +598,7 @@ def test_deepcopy_is_independent(tmp_path: Path) -> None:
         assert not torch.equal(twin(x), before)
         assert torch.equal(live(x), before)
     assert twin.conv is twin.again
-    assert twin.left.stored.data_ptr() == twin.right.stored.data_ptr() != live.left.stored.data_ptr()
+    assert twin.left.codes.stored.data_ptr() == twin.right.codes.stored.data_ptr() != live.left.codes.stored.data_ptr()
 
 
 def test_to_a_device(tmp_path: Path) -> None:
@@ -662,7 +663,7 @@ def test_a_state_dict_of_another_file(tmp_path: Path) -> None:
         set_bits(live, 4)
     one.load_state_dict(two.state_dict())
     with torch.no_grad():
-        assert torch.equal(one.conv.stored, two.conv.stored)
+        assert torch.equal(one.conv.codes.stored, two.conv.codes.stored)
         assert torch.equal(one(x), two(x))
 
 
@@ -697,13 +698,29 @@ def test_loads_share_no_memory(tmp_path: Path, loader: Any) -> None:
     artifact, model = read_artifact(tmp_path / "m"), Net()
 
     def addresses(tensors: Any) -> set[int]:
-        return {t.untyped_storage().data_ptr() for t in tensors}
+        return {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
 
     one, two = loader(artifact, model), loader(artifact, model)
     groups = [addresses([*m.parameters(), *m.buffers()]) for m in (one, two)]
     assert groups[0].isdisjoint(groups[1])
     assert groups[0].isdisjoint(addresses(artifact.tensors.values()))
     assert groups[0].isdisjoint(addresses([*model.parameters(), *model.buffers()]))
+
+
+def test_a_live_model_from_a_path_has_its_tensors_in_the_files_memory(tmp_path: Path) -> None:
+    """One copy of the weights: their codes, and what stays float, are parts of what was read. Not of packed ones."""
+    for bit_choices, together in (((8, 4), True), ((4, 2), False)):
+        save(trained(Net(), images(), bit_choices=bit_choices), tmp_path / "m")
+        live, size = load(tmp_path / "m", Net()), (tmp_path / "m").stat().st_size
+        parts = [
+            *live.parameters(),
+            *(t for m in live.modules() if isinstance(m, LiveLayer) for t in m.codes.buffers()),
+        ]
+        homes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
+        assert (list(homes.values()) == [size]) == together
+        for model in (load(tmp_path / "m", Net(), kernels="integer"), load(read_artifact(tmp_path / "m"), Net())):
+            held = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
+            assert size not in {t.untyped_storage().nbytes() for t in held}  # nothing keeps the file in memory
 
 
 def test_a_live_model_does_not_change_with_its_file(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_models_that_cannot_be_measured(tmp_path: Path) -> None:
     with pytest.raises(BitdialError, match="no quantised layer"):
         measure_costs(Net(), ONE)
     save(prepared(), tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"'conv' is a PackedConv2d; .*load_trainable"):
+    with pytest.raises(ConfigError, match=r"'conv' is a LiveLayer; .*load_trainable"):
         measure_costs(load(tmp_path / "file", Net()), ONE)
 
 

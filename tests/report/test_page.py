@@ -285,7 +285,7 @@ def test_weight_steps_are_the_live_weights_over_their_channels_step(artifact: Ar
     layer: Any = live.get_submodule(name)
     for bits in BITS:
         set_bits(live, bits)
-        active, step = layer.active.double(), layer.weight_scale[0].double()
+        active, step = layer.engine.active.double(), layer.codes.scale[0].double()
         expected = (active / step.view(-1, 1, 1, 1)).flatten()
         set_bits(live, 4)
         steps = torch.from_numpy(weight_steps(live, name, bits).copy())

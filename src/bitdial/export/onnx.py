@@ -26,8 +26,7 @@ from bitdial.errors import BitdialError, ConfigError, ExportError, MissingDepend
 from bitdial.export.onnx_layers import BITS, INPUT, LAYER, PART, WEIGHT, traceable_copy
 from bitdial.files.atomic import replacing
 from bitdial.functional.bitstream import pack_bytes
-from bitdial.live.engines.exact import ExactLayer
-from bitdial.live.layers import PackedLayer
+from bitdial.live.layers import LiveLayer
 from bitdial.prepare.model_call import Batch, call
 
 # The integers that ONNX has for weights, and the opset that brought them.
@@ -59,19 +58,21 @@ def export_onnx(
 ) -> OnnxExport:
     """Write the live `model` (from `load`) as an ONNX file that runs at one setting; `model` is left as it is.
 
+    It may run on any kernels: the file is made of its codes.
+
     `sample` is a batch that fits the model; only its shapes and types matter. `bits` is a setting (default: the present
     one). Codes lie in the smallest integer that ONNX has for them: INT8 for 8 to 5 bits, INT4 for 4 and 3, INT2 for 2.
     `opset` 21 has no INT2, so 2-bit codes take INT4 there (default: 25 where a layer has 2 bits, else 21). With
     `dynamic_batch`, dimension 0 of every input is free.
     """
     _need_packages()
-    layers = _packed_layers(model)
+    layers = _live_layers(model)
     with at_bits(model, get_bits(model) if bits is None else bits):
         opset = _opset(opset, {layer.weight_bits for layer in layers.values()})
         _try_sample(model, sample)
         setting = get_bits(model)
         traceable = traceable_copy(model, opset)
-        scheme = next(iter(layers.values())).scheme
+        scheme = next(iter(layers.values())).codes.scheme
     inputs = tree_map_only(Tensor, lambda t: _at_least_two(t.detach().cpu(), dynamic_batch), sample)
     program = _trace(traceable, inputs, dynamic_batch)
     onnx_program = _translate(program, opset, _free_dimensions(inputs, "batch") if dynamic_batch else None)
@@ -92,18 +93,11 @@ def _need_packages() -> None:
         raise MissingDependencyError.missing("onnx", problem.name or "onnx") from problem
 
 
-def _packed_layers(model: nn.Module) -> dict[str, PackedLayer]:
+def _live_layers(model: nn.Module) -> dict[str, LiveLayer]:
     layers = {}
     for name, layer in dialled_layers(model).items():
-        if not isinstance(layer, PackedLayer):
-            kind = type(layer).__name__
-            raise ConfigError(
-                f"layer {name!r} is a {kind}; export_onnx takes a live model: load(path, kernels='float')"
-            )
-        if isinstance(layer, ExactLayer):
-            raise ConfigError(
-                f"layer {name!r} runs by integer sums; export_onnx takes a model from load(path, kernels='float')"
-            )
+        if not isinstance(layer, LiveLayer):
+            raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; export_onnx takes a live model: load(path)")
         layers[name] = layer
     return layers
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from bitdial.artifact import Artifact, read_artifact
 from bitdial.dial.dial import set_bits
@@ -21,7 +20,9 @@ from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, ExportError, MissingDependencyError
 from bitdial.files.atomic import read_json, replacing, write_json
 from bitdial.kernels.packed_ops import DTYPES
-from bitdial.live.load import fit, load_into
+from bitdial.live.fit import fit
+from bitdial.live.load import load_into
+from bitdial.live.skeleton import NoInitialValues
 
 CONFIG, WEIGHTS, GENERATION = "config.json", "model.safetensors", "generation_config.json"
 METHOD = "bitdial"
@@ -182,7 +183,7 @@ def _own_type(settings: dict[str, Any], artifact: Artifact) -> torch.dtype | Non
 def _build(path: Path, settings: dict[str, Any], artifact: Artifact) -> nn.Module:
     """The float model of `config.json`, with any weights; tried without memory against the file first."""
     auto, config = _check_config(path, settings, artifact)
-    with torch.random.fork_rng(), _NoInitialValues():
+    with torch.random.fork_rng(), NoInitialValues():
         model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return model
 
@@ -203,7 +204,7 @@ def _check_config(path: Path, settings: dict[str, Any], artifact: Artifact) -> t
         auto = _auto_class(config, names)
         if auto is None:
             raise ArtifactError(f"transformers has no architecture {names!r} for model_type {kind!r}")
-        with torch.random.fork_rng(), _NoInitialValues(), torch.device("meta"):
+        with torch.random.fork_rng(), NoInitialValues(), torch.device("meta"):
             fit(artifact, auto.from_config(config, dtype=torch.float32, trust_remote_code=False))
     except BitdialError as problem:
         raise ArtifactError(f"{path} does not fit {WEIGHTS}: {problem}") from problem
@@ -237,15 +238,3 @@ def _harmless(settings: dict[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in settings.items() if k not in DROPPED and not k.startswith("_")}
     kept = {k: _harmless(v) if isinstance(v, dict) else v for k, v in kept.items()}
     return kept | ({"use_pretrained_backbone": False} if "backbone" in kept else {})
-
-
-class _NoInitialValues(TorchFunctionMode):
-    """Leaves parameters as they are allocated: all are replaced, and memory that nobody writes is never taken."""
-
-    names = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_", "xavier_uniform_", "xavier_normal_"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else (kwargs or {}).get("tensor")
-        if isinstance(target, nn.Parameter) and getattr(func, "__name__", "") in self.names:
-            return target
-        return func(*args, **(kwargs or {}))

@@ -12,14 +12,14 @@ target, which then replaces it: a reader sees the old file or the new one, never
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from bitdial.errors import BitdialError
@@ -37,7 +37,9 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 _MOST_LEVELS = 900
+_LARGEST_HEADER = 100_000_000  # that safetensors reads
 
 
 def write_container(
@@ -70,25 +72,29 @@ def write_container(
 def read_container(
     path: str | os.PathLike[str], *, error: type[BitdialError]
 ) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off."""
+    """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off.
+
+    The file is read once, into memory of which the tensors are parts.
+    """
     path = Path(path)
     try:
-        data = path.read_bytes()  # in one go: the file may be replaced at any time
+        data = _read(path)
     except (FileNotFoundError, IsADirectoryError) as cause:
         raise error(f"there is no file {path}") from cause
     except OSError as cause:
-        raise error(f"cannot read {path}: {cause.strerror}") from cause
+        raise error(f"cannot read {path}: {cause.strerror or cause}") from cause
+    except RuntimeError as cause:  # of torch, which has no such memory
+        raise error(f"cannot read {path}: {cause}") from cause
     try:
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__", {})
-    except (SafetensorError, ValueError, RuntimeError, AttributeError, KeyError, TypeError) as cause:
+        metadata, entries = _header(data)
+    except (ValueError, RecursionError) as cause:
         raise error(f"{path} is not a readable safetensors file (truncated or damaged?): {cause}") from cause
     if set(metadata) != {"manifest", "digest"}:
         raise error(f"{path} was not written by bitdial: its metadata lacks 'manifest' and 'digest'")
     text, digest = metadata["manifest"], metadata["digest"]
-    if unknown := [n for n, t in tensors.items() if t.dtype not in _DTYPES]:
+    if unknown := [name for name, entry in entries.items() if entry["dtype"] not in _TYPES]:
         raise error(f"{path}: tensor {unknown[0]!r} has a type that bitdial does not write")
+    tensors = {name: _tensor(data, entry) for name, entry in entries.items()}
     if _digest(text, tensors) != digest:
         raise error(f"{path} is damaged: its content does not match its digest; get a fresh copy")
     try:
@@ -98,6 +104,72 @@ def read_container(
     if not isinstance(manifest, dict) or _deeper_than(_MOST_LEVELS, manifest):
         raise error(f"{path}: its manifest must be a JSON object of at most {_MOST_LEVELS} levels")
     return tensors, manifest, digest
+
+
+def _read(path: Path) -> Tensor:
+    """The bytes of a file, read in one go: it may be replaced at any time, and is then still the old one here."""
+    with path.open("rb", buffering=0) as file:
+        data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
+        rest = memoryview(data.numpy().data)
+        while len(rest) and (count := file.readinto(rest)):
+            rest = rest[count:]
+        if len(rest) or file.read(1):
+            raise OSError("it changed while it was read")
+    return data
+
+
+def _header(data: Tensor) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The metadata, and {tensor: {dtype, shape, data_offsets}} in the order of the data; ValueError if anything is off.
+
+    Offsets count from the beginning of the file. Tensors must fill the file, one after the other.
+    """
+    size = int.from_bytes(data[:8].numpy().tobytes(), "little")
+    if not 2 <= size <= min(_LARGEST_HEADER, data.numel() - 8):
+        raise ValueError(f"its header would take {size} of {data.numel()} bytes")
+    header = json.loads(data[8 : 8 + size].numpy().tobytes().decode(), object_pairs_hook=_without_doubles)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no table of texts")
+    entries = {name: _entry(name, entry, 8 + size) for name, entry in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
+    end = 8 + size
+    for name, entry in entries.items():
+        if entry["data_offsets"][0] != end:
+            raise ValueError(f"the data of tensor {name!r} begins in the wrong place")
+        end = entry["data_offsets"][1]
+    if end != data.numel():
+        raise ValueError(f"its tensors end at byte {end} of {data.numel()}")
+    return metadata, entries
+
+
+def _entry(name: str, entry: Any, begin: int) -> dict[str, Any]:
+    """What the header says of a tensor, checked, with offsets from the beginning of the file."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name!r} lacks its type, its shape or its place")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not lists or not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise ValueError(f"tensor {name!r} has a type, a shape or a place that cannot be")
+    if dtype in _TYPES and offsets[1] - offsets[0] != math.prod(shape) * _TYPES[dtype].itemsize:
+        raise ValueError(f"tensor {name!r} has not as many bytes as its shape takes")
+    return {"dtype": dtype, "shape": shape, "data_offsets": (begin + offsets[0], begin + offsets[1])}
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header says something twice")
+    return found
+
+
+def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
+    """The part of `data` that is a tensor; a copy of it if it does not begin where its type can."""
+    begin, end = entry["data_offsets"]
+    dtype = _TYPES[entry["dtype"]]
+    part = data[begin:end] if begin % dtype.itemsize == 0 else data[begin:end].clone()
+    return part.view(dtype).view(entry["shape"])
 
 
 def _deeper_than(levels: int, value: object) -> bool:

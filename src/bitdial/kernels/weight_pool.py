@@ -81,6 +81,7 @@ class PackedArena:
         self.high, self.bit_choices = high, tuple(sorted(bit_choices, reverse=True))
         self.scheme, self.ties, self.device = scheme, ties, torch.device(device)
         self.names = {name: i for i, name in enumerate(codes)}
+        self._shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in codes.values()]
         self._tiles = [words_shape((), *matrix.shape)[1:] for matrix in codes.values()]
         counts = [prod(tiles) for tiles in self._tiles]
         starts = [sum(counts[:i]) for i in range(len(counts))]
@@ -147,6 +148,13 @@ class PackedArena:
             begin, tiles = self._spans[layer][1], self._tiles[layer]
             self._views[key] = self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
         return self._views[key]
+
+    def stored_codes(self, name: str) -> Tensor:
+        """The codes of a layer at `high` bits, (rows, columns) int8, read back from the master."""
+        layer = self.names[name]
+        (begin, _, count), tiles = self._spans[layer], self._tiles[layer]
+        words = self.master[begin : begin + self.high * count].view(self.high, *tiles)
+        return unpack_words(words, packed_fields(self.high), self.high, *self._shapes[layer])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_views": {}}  # a copy has words of its own

@@ -2,10 +2,8 @@
 
 Models look at the weights of their layers without multiplying by them: `x.to(self.proj.weight.dtype)`. That must work,
 and nothing else may: a tensor of the right shape would give wrong numbers without a word to whoever computes with it.
-torch's functions take any object with `__torch_function__` and ask it what they shall do.
-
-Layers have it as a property. Before they have all that it is made of, while nn.Linear and nn.Conv2d set themselves up,
-the property fails with an AttributeError, and nn.Module gives its own parameter of that name.
+torch's functions take any object with `__torch_function__` and ask it what they shall do. Live layers have it as a
+property.
 """
 
 from typing import Any, NoReturn
@@ -55,18 +53,6 @@ class HiddenWeight:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         hidden = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
         raise HiddenWeightError(_problem(hidden[0].layer if hidden else None, getattr(func, "__name__", str(func))))
-
-
-class HidesWeight:
-    """A layer whose `weight` is a HiddenWeight: nothing can be put in its place. Comes before nn.Module."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and isinstance(hidden := getattr(self, name, None), HiddenWeight):
-            raise HiddenWeightError(
-                f"layer {hidden.layer!r} of a live model runs on integer codes: a weight put there would not be used. "
-                "load_trainable(path) gives a model with float weights; save it and load it again"
-            )
-        super().__setattr__(name, value)
 
 
 def _problem(layer: str | None, name: str) -> str:

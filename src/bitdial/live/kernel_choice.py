@@ -19,7 +19,7 @@ KERNELS = ("float", "integer", "packed")
 MASTERS = ("device", "host")
 
 
-def unserved(artifact: Artifact, name: str) -> str | None:
+def unsupported_reason(artifact: Artifact, name: str) -> str | None:
     """Why packed words cannot serve the layer called `name`; None if they can."""
     entry = artifact.layers[name]
     if not bf.scheme_of(artifact.scheme).narrows:
@@ -53,7 +53,7 @@ def _best(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, *
     wanted = "float"
     if device.type == "cuda" and all_quantised:
         wanted = "integer"
-    elif device.type == "cuda" and any(unserved(artifact, name) is None for name in artifact.layers):
+    elif device.type == "cuda" and any(unsupported_reason(artifact, name) is None for name in artifact.layers):
         if dtype in DTYPES:
             wanted = "packed"
         else:
@@ -67,7 +67,7 @@ def _best(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, *
 
 
 def _check_packed(artifact: Artifact, dtype: torch.dtype | None) -> None:
-    reasons = {name: why for name in artifact.layers if (why := unserved(artifact, name)) is not None}
+    reasons = {name: why for name in artifact.layers if (why := unsupported_reason(artifact, name)) is not None}
     first = next((f"layer {name!r}: {why}" for name, why in reasons.items()), "")
     if len(reasons) == len(artifact.layers):
         raise ConfigError(
@@ -78,7 +78,7 @@ def _check_packed(artifact: Artifact, dtype: torch.dtype | None) -> None:
             f"packed kernels do not serve {len(reasons)} of {len(artifact.layers)} layers ({first}); float ones do"
         )
     if dtype not in DTYPES:
-        _say_once("in float32, packed weights are multiplied out at every call; dtype=torch.bfloat16 is fast")
+        _say_once("in float32, packed weights are dequantised at every call; dtype=torch.bfloat16 is fast")
 
 
 def check_offer(artifact: Artifact, kernels: str, bit_choices: Sequence[int] | None, master: str) -> tuple[int, ...]:

@@ -1,121 +1,109 @@
-"""Layers that run: integer codes instead of a float master, narrowed when the dial turns.
+"""A layer that runs: it has codes, which say what it is, and an engine, which says how it multiplies.
 
-This is the reference run time. Selecting a width narrows the stored codes and writes their values into `active`, the
-weight that the float kernels use, so its outputs are those of the trained model, bit for bit.
+There is one class for every kind of layer and every engine. `load` puts it where the float layer was.
 """
 
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.errors import QuantizationError
-from bitdial.live.hidden_weight import HiddenWeight, HidesWeight
-from bitdial.nn.layer_kinds import CONV2D
+from bitdial.errors import HiddenWeightError, QuantizationError
+from bitdial.live.codes import Codes
+from bitdial.live.hidden_weight import HiddenWeight
+from bitdial.nn.layer_kinds import LayerKind
 
 
-class PackedLayer(HidesWeight, nn.Module):
-    """What PackedConv2d and PackedLinear share. Abstract.
+class Engine(Protocol):
+    """How a layer multiplies. A module, which holds what it makes of the layer's codes."""
 
-    Buffers: `stored`, int8 codes of the highest width (for schemes that cannot narrow: the float weight);
-    `weight_scale` (widths or 1, channels); `act_scale` and `act_zero_point` (widths,), where they exist; `active`.
+    name: str
+
+    def select(self, layer: "LiveLayer", weight_bits: int, act_bits: int) -> None:
+        """Get ready to multiply at these widths; the layer keeps their numbers."""
+        ...
+
+    def refresh(self, layer: "LiveLayer") -> None:
+        """Get ready anew at the selected widths, after the codes have changed."""
+        ...
+
+    def multiply(self, layer: "LiveLayer", x: Tensor) -> Tensor:
+        """The layer's output for `x` at the selected widths."""
+        ...
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What it holds, by the names of `bitdial.live.memory`."""
+        ...
+
+
+class LiveLayer(nn.Module):
+    """A layer of any kind on integer codes: `codes` (what it is) and `engine` (how it multiplies).
+
+    It has the sizes and settings of the float layer as attributes (`in_features`, `stride`, ...), since models look at
+    them, and its `bias`. Its `weight` has a shape, a type and a device, and no values. `bit_choices` are the widths
+    that it offers; `name` is its name in the model, for errors. Only `set_bits` changes `weight_bits` and `act_bits`.
     """
 
     name: str
-    stored: Tensor
-    weight_scale: Tensor
-    act_scale: Tensor | None
-    act_zero_point: Tensor | None
-    active: Tensor
-    weight: Any = property(lambda self: HiddenWeight(self.name, self.stored.shape, self.active))
+    bias: Tensor | None
+    like: Tensor
+    weight_bits: int
+    act_bits: int
+    weight: Any = property(lambda self: HiddenWeight(self.name, self.weight_shape, self.like))
 
-    def _attach(
-        self,
-        *,
-        name: str,
-        stored: Tensor,
-        weight_scale: Tensor,
-        act_kind: str,
-        act_scale: Tensor | None,
-        act_zero_point: Tensor | None,
-        bit_choices: tuple[int, ...],
-        scheme: str,
-        ties: str,
-    ) -> None:
-        del self.weight
-        self.name, self.act_kind = name, act_kind
-        self.bit_choices, self.scheme, self.ties = bit_choices, scheme, ties
-        self.register_buffer("stored", stored)
-        self.register_buffer("weight_scale", weight_scale)
-        self.register_buffer("act_scale", act_scale)
-        self.register_buffer("act_zero_point", act_zero_point)
-        self.register_buffer("active", torch.empty(stored.shape, dtype=weight_scale.dtype), persistent=False)
-        self.weight_bits = self.act_bits = bit_choices[0]
-        self.select_bits(bit_choices[0], bit_choices[0])
+    def __init__(
+        self, kind: LayerKind, layer: nn.Module, codes: Codes, *, name: str, bit_choices: tuple[int, ...] | None = None
+    ):
+        """`layer` is the float layer, of that `kind`; its bias becomes this one's."""
+        super().__init__()
+        self.kind, self.name = kind, name
+        for key in (*kind.sizes, *kind.settings):
+            setattr(self, key, getattr(layer, key))
+        self.weight_shape = cast(Tensor, layer.weight).shape
+        self.register_parameter("bias", getattr(layer, "bias", None))
+        self.register_buffer("like", torch.empty(0), persistent=False)  # of the type that a float weight would have
+        self.codes = codes
+        self.engine: Any = None
+        self.bit_choices = codes.bit_choices if bit_choices is None else bit_choices
+        self.weight_bits = self.act_bits = self.bit_choices[0]
         self.register_load_state_dict_post_hook(_refresh)
 
+    def run_on(self, engine: nn.Module) -> None:
+        """Multiply by `engine` from now on, at the widths that are selected."""
+        self.engine = engine.train(self.training)
+        cast(Engine, engine).select(self, self.weight_bits, self.act_bits)
+
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
-        """Narrow the stored codes to `weight_bits` into `active`, in place."""
-        self.active.copy_(self.weight_values(weight_bits))
-        self.weight_bits, self.act_bits = weight_bits, act_bits
+        """Change the selected widths of this layer."""
+        if self.engine is not None:
+            self.engine.select(self, weight_bits, act_bits)
+        vars(self).update(weight_bits=weight_bits, act_bits=act_bits)  # setting attributes of modules takes far longer
 
-    def refresh(self) -> None:
-        """Bring what is made from the stored codes up to date after these have changed."""
-        self.select_bits(self.weight_bits, self.act_bits)
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer at the selected widths."""
+        return cast(Tensor, self.engine.multiply(self, input))
 
-    def weight_codes(self, bits: int) -> tuple[Tensor, Tensor]:
-        """Integer codes (int8) at `bits` and the scale (channels,) of one step between them."""
-        if not bf.scheme_of(self.scheme).narrows:
-            scale = self.weight_scale[self.bit_choices.index(bits)]
-            return bf.quantize(self.stored, scale, bits=bits, scheme=self.scheme), scale
-        high = self.bit_choices[0]
-        codes = bf.narrow(self.stored, high=high, low=bits, scheme=self.scheme, ties=self.ties)
-        return codes, self.weight_scale[0] * 2.0 ** (high - bits)
-
-    def shift(self, bits: int) -> int:
-        """How many bits below the stored codes those of `bits` are."""
-        return self.bit_choices[0] - bits if bf.scheme_of(self.scheme).narrows else 0
-
-    def weight_values(self, bits: int) -> Tensor:
-        """The weight at `bits`, multiplied out."""
-        codes, step = self.weight_codes(bits)
-        offset = bf.scheme_of(self.scheme).offset(self.shift(bits))
-        return bf.values_by_scale(codes.to(step.dtype).add_(offset), step)
-
-    def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]:
-        """The weight at `bits` as integers (int16) and the step (channels,) between them."""
-        codes, step = self.weight_codes(bits)
-        factor, addend = bf.scheme_of(self.scheme).integers(self.shift(bits))
-        integers = codes.to(torch.int16) * factor + addend
-        if step.dim() < 2:
-            return integers, step / factor
-        rows, multipliers = bf.split_scale(step)
-        return bf.values_by_scale(integers, multipliers.to(torch.int16)), rows / factor
-
-    def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero-point (1,) of the activations at `bits`, or at the selected width."""
-        assert self.act_scale is not None
-        i = self.bit_choices.index(self.act_bits if bits is None else bits)
-        zero_point = self.act_zero_point
-        scale = self.act_scale[i : i + 1]
-        return scale, None if zero_point is None else zero_point[i : i + 1].to(scale.dtype)
+    @property
+    def quantizes_input(self) -> bool:
+        """Whether its input is quantised."""
+        return self.codes.act_scale is not None
 
     def quantized_input(self, x: Tensor) -> Tensor:
-        """`x` as its codes at the selected width say it; refuses what is not finite."""
+        """Quantise `x` at the selected width, then dequantise it; refuses what is not finite."""
         self.check_input(x)
-        if self.act_scale is None:
+        if not self.quantizes_input:
             return x
-        scale, zero_point = self.act_parameters()
+        scale, zero_point = self.codes.act_parameters(self.act_bits)
         with torch.no_grad():
-            return bf.fake_quantize_activation(x, scale, zero_point, bits=self.act_bits, kind=self.act_kind)
+            return bf.fake_quantize_activation(x, scale, zero_point, bits=self.act_bits, kind=self.codes.act_kind)
 
     def check_input(self, x: Tensor) -> None:
         """Raise QuantizationError naming this layer if `x` holds NaN or infinity.
 
         torch.export cannot follow a branch on values: there the check becomes an assertion of the program.
         """
-        if x.numel():
+        if x.numel() and not self.kind.gathers:
             low, high = x.aminmax()
             finite = (low > -float("inf")) & (high < float("inf"))  # also false for NaN
             problem = f"layer {self.name!r}: its input holds NaN or infinity; check what goes in"
@@ -124,42 +112,21 @@ class PackedLayer(HidesWeight, nn.Module):
             elif not bool(finite):
                 raise QuantizationError(problem)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise HiddenWeightError(
+                f"layer {self.name!r} of a live model runs on integer codes: a weight put there would not be used. "
+                "load_trainable(path) gives a model with float weights; save it and load it again"
+            )
+        super().__setattr__(name, value)
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.scheme}, w{self.weight_bits}a{self.act_bits}"
+        sizes = ", ".join(f"{key}={getattr(self, key)}" for key in (*self.kind.sizes, *self.kind.settings))
+        engine = "no engine" if self.engine is None else self.engine.name
+        return f"{self.kind.name}, {sizes}, {self.codes.scheme}, w{self.weight_bits}a{self.act_bits}, {engine}"
 
 
-def _refresh(layer: PackedLayer, keys: object) -> None:
-    """After other codes were loaded into a layer, what is made from them must follow."""
-    layer.refresh()
-
-
-class PackedConv2d(PackedLayer, nn.Conv2d):
-    """nn.Conv2d on stored integer codes."""
-
-    @classmethod
-    def from_float(cls, conv: nn.Conv2d, **parts: object) -> "PackedConv2d":
-        """A layer of the shape and with the bias of `conv`, and the stored `parts`."""
-        layer = cls(**CONV2D.arguments(conv), device="meta")
-        layer.bias = conv.bias
-        layer._attach(**parts)  # type: ignore[arg-type]
-        return layer
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution at the selected widths."""
-        return self._conv_forward(self.quantized_input(input), self.active, self.bias)
-
-
-class PackedLinear(PackedLayer, nn.Linear):
-    """nn.Linear on stored integer codes."""
-
-    @classmethod
-    def from_float(cls, linear: nn.Linear, **parts: object) -> "PackedLinear":
-        """A layer of the shape and with the bias of `linear`, and the stored `parts`."""
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.bias = linear.bias
-        layer._attach(**parts)  # type: ignore[arg-type]
-        return layer
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The product at the selected widths."""
-        return nn.functional.linear(self.quantized_input(input), self.active, self.bias)
+def _refresh(layer: LiveLayer, keys: object) -> None:
+    """After other codes were loaded into a layer, what its engine has made of them must follow."""
+    if layer.engine is not None:
+        layer.engine.refresh(layer)

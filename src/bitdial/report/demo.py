@@ -14,7 +14,7 @@ from bitdial import functional as bf
 from bitdial.artifact import Artifact
 from bitdial.dial.dial import unwrap
 from bitdial.errors import ConfigError
-from bitdial.live.layers import PackedLayer
+from bitdial.live.layers import LiveLayer
 from bitdial.report import plots
 from bitdial.report.page import write_report
 
@@ -140,11 +140,12 @@ def weight_steps(live: nn.Module, name: str, bits: int) -> npt.NDArray[np.float6
     So channels of different scales share one axis. The model's setting does not change.
     """
     layer = unwrap(live).get_submodule(name)
-    if not isinstance(layer, PackedLayer):
+    if not isinstance(layer, LiveLayer):
         raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; pass the model that load(path) gives")
-    integers, step = layer.weight_integers(bits)
-    ratio = step.double() / layer.weight_codes(layer.bit_choices[0])[1].double()
-    return np.asarray((integers.double() * bf.spread(ratio, integers)).flatten().cpu())
+    codes = layer.codes
+    ratio = codes.step(bits).double() / codes.step(codes.bit_choices[0]).double()
+    steps, ratio = bf.by_scale(codes.weight_codes(bits).double() + codes.offset(bits), ratio)
+    return np.asarray((steps * bf.spread(ratio, steps)).flatten().cpu())
 
 
 def _artifact_facts(name: str, artifact: Artifact) -> dict[str, str]:

@@ -99,11 +99,12 @@ def recalibrate_norms(
 
 def _norms_in_use(model: nn.Module) -> dict[nn.Module, str]:
     """The sets of switchable norms that the present setting selects, and the names of the norms."""
-    norms = {n: m for n, m in unwrap(model).named_modules() if isinstance(m, SwitchableBatchNorm)}
+    modules = dict(unwrap(model).named_modules())
+    if any(getattr(module, "statistics_are_fixed", False) for module in modules.values()):
+        raise TrainingError("the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')")
+    norms = {n: m for n, m in modules.items() if isinstance(m, SwitchableBatchNorm)}
     if not norms:
         raise TrainingError("the model has no switchable batch norm to recalibrate")
-    if any(getattr(norm.active, "statistics_are_fixed", False) for norm in norms.values()):
-        raise TrainingError("the norms of a model on integer sums are fixed; recalibrate load(path, kernels='float')")
     return {norm.active: name for name, norm in norms.items()}
 
 

@@ -25,7 +25,9 @@ from bitdial import (
 )
 from bitdial.errors import BitdialError, PlanError, QuantizationError
 from bitdial.functional.fixed_point import fixed_point, power_of_two
-from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
+from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
+from bitdial.live.layers import LiveLayer
+from bitdial.nn.layer_kinds import KIND_OF
 
 BITS = (8, 5, 3, 2)
 SCHEMES = ("double_rounding", "nested", "nested+8", "centred", "truncate", "adabits", "lsq", "dorefa")
@@ -70,7 +72,7 @@ def linear(features: int, out: int, seed: int = 0, *, bias: bool = True) -> nn.L
 
 def packed(
     layer: nn.Conv2d | nn.Linear, *, scheme: str, kind: str, ties: str = "even", per_channel: bool = True, **fixed: Any
-) -> PackedLayer:
+) -> LiveLayer:
     """`layer` with random codes (or weights) and random scales; `fixed` replaces parts."""
     generator, shape = seeded(1), layer.weight.shape
     channels = shape[0] if per_channel else 1
@@ -79,18 +81,14 @@ def packed(
     codes = torch.randint(-128 + phase, 128, shape, generator=generator, dtype=torch.int8)
     zero = torch.tensor([min(2**b - 1, z) for b, z in zip(BITS, (131, 9, 5, 1), strict=True)], dtype=torch.uint8)
     parts = {
-        "name": "layer",
-        "stored": codes if narrows else randn(*shape, seed=2),
-        "weight_scale": torch.rand(1 if narrows else len(BITS), channels, generator=generator) * 0.1 + 0.01,
-        "act_kind": kind,
-        "act_scale": None if kind == "float" else torch.rand(len(BITS), generator=generator) * 0.2 + 0.03,
+        "weight": torch.rand(1 if narrows else len(BITS), channels, generator=generator) * 0.1 + 0.01,
+        "multipliers": None,
+        "act": None if kind == "float" else torch.rand(len(BITS), generator=generator) * 0.2 + 0.03,
         "act_zero_point": zero if kind == "asymmetric" else None,
-        "bit_choices": BITS,
-        "scheme": scheme,
-        "ties": ties,
     }
-    maker = PackedConv2d if isinstance(layer, nn.Conv2d) else PackedLinear
-    return maker.from_float(layer, **parts | fixed).eval().requires_grad_(False)
+    source = StoredCodes(codes if narrows else randn(*shape, seed=2), BITS[0])
+    made = Codes(CodeFacts(scheme, ties, BITS, kind), source, CodeScales(**parts | fixed))
+    return LiveLayer(KIND_OF[type(layer)], layer, made, name="layer").eval().requires_grad_(False)
 
 
 def run_exact(layer: nn.Module, x: Tensor, bits: tuple[int, int] | None = None) -> np.ndarray:
@@ -113,9 +111,9 @@ def narrowed(codes: np.ndarray, bits: int, scheme: str, ties: str) -> np.ndarray
     return np.clip(np.array(whole, np.int64).reshape(codes.shape), -(1 << bits - 1), (1 << bits - 1) - 1)
 
 
-def weight_integers(layer: PackedLayer, bits: int) -> tuple[np.ndarray, np.ndarray]:
+def weight_integers(layer: LiveLayer, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """int64 weight integers and the float32 step between them, per channel."""
-    scheme, stored, scales = layer.scheme, layer.stored.numpy(), layer.weight_scale.numpy()
+    scheme, stored, scales = layer.codes.scheme, layer.codes.stored.numpy(), layer.codes.scale.numpy()
     if scheme in ("lsq", "dorefa"):
         step = scales[BITS.index(bits)]
         source = np.tanh(stored.astype(np.float64)).astype(np.float32) if scheme == "dorefa" else stored
@@ -124,7 +122,7 @@ def weight_integers(layer: PackedLayer, bits: int) -> tuple[np.ndarray, np.ndarr
         codes = np.rint(ratio - np.float32(0.5)) if scheme == "dorefa" else np.rint(ratio)
         codes = np.clip(codes, -(1 << bits - 1), (1 << bits - 1) - 1).astype(np.int64)
     else:
-        codes = narrowed(stored.astype(np.int64), bits, scheme, layer.ties)
+        codes = narrowed(stored.astype(np.int64), bits, scheme, layer.codes.ties)
         step = scales[0] * np.float32(1 << BITS[0] - bits)
     if scheme in ("centred", "dorefa"):
         return 2 * codes + 1, step * np.float32(0.5)
@@ -134,21 +132,21 @@ def weight_integers(layer: PackedLayer, bits: int) -> tuple[np.ndarray, np.ndarr
     return codes, step
 
 
-def act_integers(layer: PackedLayer, x: Tensor, bits: int) -> tuple[np.ndarray, np.float32]:
+def act_integers(layer: LiveLayer, x: Tensor, bits: int) -> tuple[np.ndarray, np.float32]:
     """int64 activation codes less their zero-point, and the float32 scale."""
-    scale = layer.act_scale.numpy()[BITS.index(bits)]
-    zero = 0 if layer.act_zero_point is None else int(layer.act_zero_point[BITS.index(bits)])
-    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if layer.act_kind == "signed" else (0, (1 << bits) - 1)
+    codes = layer.codes
+    scale = codes.act_scale.numpy()[BITS.index(bits)]
+    zero = 0 if codes.act_zero_point is None else int(codes.act_zero_point[BITS.index(bits)])
+    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if codes.act_kind == "signed" else (0, (1 << bits) - 1)
     ratio = x.numpy() / scale
     assert ratio.dtype == np.float32
     return np.clip(np.rint(ratio).astype(np.int64) + zero, least, most) - zero, scale
 
 
-def sums(layer: nn.Module, a: np.ndarray, w: np.ndarray) -> np.ndarray:
+def sums(layer: Any, a: np.ndarray, w: np.ndarray) -> np.ndarray:
     """The sums of products, in the dtype of `a` and `w` (int64)."""
     if w.ndim == 2:
         return a @ w.T
-    assert isinstance(layer, nn.Conv2d)
     kernel, dilation, stride = w.shape[2:], layer.dilation, layer.stride
     if layer.padding == "same":
         total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -172,10 +170,10 @@ def sums(layer: nn.Module, a: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def per_channel(values: np.ndarray, layer: nn.Module) -> np.ndarray:
-    return values.reshape(-1, 1, 1) if isinstance(layer, nn.Conv2d) else values
+    return values.reshape(-1, 1, 1) if hasattr(layer, "kernel_size") else values
 
 
-def expected(layer: PackedLayer, x: Tensor, weight_bits: int, act_bits: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(layer: LiveLayer, x: Tensor, weight_bits: int, act_bits: int) -> tuple[np.ndarray, np.ndarray]:
     """The sums, and the output: float32(sum) * float32(act_scale * weight_step), then + bias."""
     w, step = weight_integers(layer, weight_bits)
     a, scale = act_integers(layer, x, act_bits)
@@ -228,7 +226,7 @@ def test_schemes_and_kinds(scheme: str, kind: str, per_channel_scale: bool) -> N
 def test_the_accumulators(scheme: str, kind: str, ties: str) -> None:
     """With scales of one (or one half) the output is the sum itself."""
     narrows = scheme not in ("lsq", "dorefa")
-    one = {"weight_scale": torch.ones(1 if narrows else len(BITS), 4), "act_scale": torch.ones(len(BITS))}
+    one = {"weight": torch.ones(1 if narrows else len(BITS), 4), "act": torch.ones(len(BITS))}
     layer = packed(conv(padding=1, bias=False), scheme=scheme, kind=kind, ties=ties, **one)
     x = randn(2, 4, 7, 7) * 100
     for bits in ((8, 8), (5, 8), (3, 3), (2, 2)):
@@ -243,7 +241,7 @@ def test_sums_beyond_float32s_integers() -> None:
     """The largest sums are rounded once, from the exact integer."""
     count = 70_001
     layer = packed(linear(count, 3), scheme="centred", kind="unsigned")
-    layer.stored.copy_(torch.where(torch.rand(3, count, generator=seeded(3)) < 0.9, 127, -128))
+    layer.codes.stored.copy_(torch.where(torch.rand(3, count, generator=seeded(3)) < 0.9, 127, -128))
     x = torch.full((2, count), 1e4)
     x[1, ::7] = 0.0
     total, y = expected(layer, x, 8, 8)
@@ -417,7 +415,7 @@ def test_the_order_of_the_sum_does_not_matter(kind: str) -> None:
         before = run_with_quantised(layer, x)
         for seed in range(3):
             order = torch.randperm(x.shape[1], generator=seeded(seed))
-            weight = layer.weight.data if kind == "kept in float" else layer.stored
+            weight = layer.weight.data if kind == "kept in float" else layer.codes.stored
             kept = weight.clone()
             weight.copy_(weight[:, order])
             assert same_bits(run_with_quantised(layer, x[:, order].contiguous()), before)

@@ -4,13 +4,18 @@ A float convolution adds in whatever order its library likes, so two backends ag
 border between two codes may land on either side. Here every sum is a sum of integers, which has no order:
 
 - a quantised layer sums products of activation codes (less their zero-point) and weight integers. The weight integer is
-  the code, or 2 * code + 1 for schemes whose values lie at (code + 1/2);
-- a layer kept in float, a weight-only layer's input and an average pool are first rounded to fixed point: integers of
+  the code, or 2 * code + 1 for schemes whose values lie at (code + 1/2). With group scales of two levels it is that
+  times the multiplier of its group, a whole number from 1 to 15, so that a row still has one step;
+- an unquantised layer, a weight-only layer's input and an average pool are first rounded to fixed point: integers of
   B bits times the smallest power of two that fits, one for each sample of the input and one for the whole weight. B is
   the most that keeps sums of `terms` products below 2^53, at most 24: floor((52 - ceil(log2 terms)) / 2) for a float
-  layer, 43 - ceil(log2 terms) beside integer weights, and for a pool 52 - ceil(log2 of the image's pixels), not capped.
-  A float layer so rounded is about as precise as float32 at 64 terms, and ten times coarser at thousands. A sample that
-  holds NaN or infinity becomes NaN throughout;
+  layer, 43 - ceil(log2 terms) beside integer weights (4 less beside those with multipliers), and for a pool
+  52 - ceil(log2 of the image's pixels), not capped. A float layer so rounded is about as precise as float32 at 64
+  terms, and ten times coarser at thousands. A sample that holds NaN or infinity becomes NaN throughout;
+- plain float scales for groups are for weight-only layers: each group of inputs has an exact sum, which is multiplied
+  with its step in float64; these products are added in float64 in the order of the groups, and the total is rounded
+  to float32 once;
+- a layer that picks rows (an embedding) sums nothing: its values are integer * step, rounded once;
 - what follows is float32, one rounding per operation, in this order:
 
       y = float32(sum) * float32(act_scale * weight_step)      per channel
@@ -25,166 +30,224 @@ border between two codes may land on either side. Here every sum is a sum of int
 
 Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are; sums that a
 model takes by function (`x.mean(...)`, attention) are float32 sums and outside this definition.
+
+This file judges the others: nothing here comes from another engine, and no engine inherits from it.
 """
 
-import copy
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.dial.dial import SWITCHBOARD, dialled_layers, unwrap
+from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.functional.fixed_point import fixed_point, mean_of_images
-from bitdial.live.layers import PackedConv2d, PackedLayer, PackedLinear
+from bitdial.live.layers import LiveLayer
+from bitdial.live.plain import plain_copy, take_over
+from bitdial.nn.layer_kinds import CONV2D, LINEAR, LayerKind
+from bitdial.nn.swap import swap_modules
 
 _SUM_BITS = 52
 _MOST_BITS = 24
+_WEIGHT_BITS = 9  # of a weight integer, 2 * code + 1 at 8 bits
+_MULTIPLIER_BITS = 4  # of what it is multiplied with in groups
 
 
 def code_exact(model: nn.Module) -> nn.Module:
     """A copy of the live `model` (from `load`) whose every sum is an integer sum; `set_bits` works on it as well."""
     for name, layer in dialled_layers(model).items():
-        if not isinstance(layer, PackedLayer):
+        if not isinstance(layer, LiveLayer):
             kind = type(layer).__name__
-            raise ConfigError(f"layer {name!r} is a {kind}; code_exact takes a live model: load(path, kernels='float')")
-    model = copy.deepcopy(unwrap(model)).eval()
-    vars(model).pop(SWITCHBOARD, None)  # of integer kernels, which the copy does not run on
-    for module in model.modules():
-        twin = getattr(module, "exact_type", _TWINS.get(type(module)))  # a module on integer kernels names its own
-        if twin is not None:
-            module.__class__ = twin  # the same state, another forward
-    return model
+            raise ConfigError(f"layer {name!r} is a {kind}; code_exact takes a live model: load(path)")
+    return run_exactly(plain_copy(model))
 
 
-def _bits_for(terms: int, factors: int) -> int:
-    """Bits for each of `factors` numbers so that `terms` products of them sum below 2^53."""
-    return min((_SUM_BITS - math.ceil(math.log2(max(terms, 1)))) // factors, _MOST_BITS)
+def run_exactly(model: nn.Module) -> nn.Module:
+    """Change the live `model`, whose layers have no engine, in place so that every sum is exact."""
+    new: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules()):
+        if isinstance(module, LiveLayer):
+            module.run_on(ExactEngine())
+        elif (make := _EXACT.get(type(module))) is not None:
+            new[module] = make(module)
+    swap_modules(model, new)
+    return model.eval()
 
 
-def _sum(layer: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
-    """The layer's sums of products in float64; exact for integers whose sums stay below 2^53."""
-    if isinstance(layer, nn.Conv2d):
-        with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
-            return layer._conv_forward(x, weight, None)
-    return F.linear(x, weight)
+# --- layers on codes ------------------------------------------------------------------------------
 
 
-def _over_channels(values: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
-    """View per-output-channel `values` so that they broadcast over the layer's output `y`."""
-    return values.view(-1, 1, 1) if isinstance(layer, nn.Conv2d) else values
+class ExactEngine(nn.Module):
+    """Multiplies by exact sums. It makes nothing of the codes beforehand."""
+
+    name = "exact sums"
+
+    def select(self, layer: LiveLayer, weight_bits: int, act_bits: int) -> None:
+        """Nothing is to be done: the codes of a width are taken when the layer runs."""
+
+    def refresh(self, layer: LiveLayer) -> None:
+        """Nothing is to be done."""
+
+    def multiply(self, layer: LiveLayer, x: Tensor) -> Tensor:
+        """The layer's output by its definition."""
+        return quantized_forward(layer, x)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """It holds nothing."""
+        return {}
 
 
-def _batched(layer: nn.Module, x: Tensor) -> bool:
-    return x.dim() == 4 if isinstance(layer, nn.Conv2d) else x.dim() > 1
-
-
-def _terms(weight: Tensor) -> int:
-    return weight[0].numel()
-
-
-def _quantized_forward(layer: PackedLayer, x: Tensor) -> Tensor:
+def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
+    """The output of a layer on codes at the selected widths."""
     layer.check_input(x)
-    integers, step = layer.weight_integers(layer.weight_bits)
-    integers = integers.double()
-    if layer.act_scale is None:
-        y = _float_input_forward(layer, x, integers, step)
+    kind, codes = layer.kind, layer.codes
+    integers, step = codes.weight_integers(layer.weight_bits), codes.integer_step(layer.weight_bits)
+    if kind.gathers:
+        values = bf.values_by_scale(integers.float(), step)
+        return kind.product(layer, x, kind.from_rows(layer, values), None)
+    whole = integers.double()
+    if not codes.has_row_steps:
+        y = _grouped_forward(layer, x, whole, step)
+    elif not layer.quantizes_input:
+        y = _float_input_forward(layer, x, whole, step)
     else:
-        scale, zero_point = layer.act_parameters()
-        a = bf.quantize_activation(x, scale, zero_point, bits=layer.act_bits, kind=layer.act_kind).double()
+        scale, zero_point = codes.act_parameters(layer.act_bits)
+        a = bf.quantize_activation(x, scale, zero_point, bits=layer.act_bits, kind=codes.act_kind).double()
         if zero_point is not None:
             a -= zero_point.double()
-        y = _sum(layer, a, integers).float()
-        y = y * _over_channels(scale * step, y, layer)
-    bias = cast(Tensor | None, layer.bias)
-    return y if bias is None else y + _over_channels(bias, y, layer)
+        y = _sum(layer, a, whole).float()
+        y = y * kind.over_channels(scale * step)
+    return y if layer.bias is None else y + kind.over_channels(layer.bias)
 
 
-def _float_input_forward(layer: nn.Module, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
-    """Float input times integer weights: the input in fixed point, beside 9 bits of weight."""
-    bits = min(_SUM_BITS - 9 - math.ceil(math.log2(_terms(integers))), _MOST_BITS)
-    a, power = fixed_point(x, bits, by_sample=_batched(layer, x))
+def _sum(layer: Any, x: Tensor, rows: Tensor) -> Tensor:
+    """Sums of products with a weight in rows, in float64; exact for integers whose sums stay below 2^53."""
+    kind: LayerKind = layer.kind
+    with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
+        return kind.product(layer, x, kind.from_rows(layer, rows), None)
+
+
+def _fixed_point_input(layer: LiveLayer, x: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+    """A float input in fixed point, beside weight integers."""
+    weight_bits = _WEIGHT_BITS + (0 if layer.codes.multipliers is None else _MULTIPLIER_BITS)
+    bits = min(_SUM_BITS - weight_bits - math.ceil(math.log2(terms)), _MOST_BITS)
+    return fixed_point(x, bits, by_sample=layer.kind.is_batch(x))
+
+
+def _float_input_forward(layer: LiveLayer, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
+    """Float input times integer weights."""
+    a, power = _fixed_point_input(layer, x, _terms(integers))
     y = (_sum(layer, a, integers) * power).float()
-    return y * _over_channels(step, y, layer)
+    return y * layer.kind.over_channels(step)
 
 
-def _float_forward(layer: nn.Conv2d | nn.Linear, x: Tensor) -> Tensor:
-    """A layer kept in float: input and weight in fixed point."""
-    a, power = fixed_point(x, float_layer_bits(layer), by_sample=_batched(layer, x))
-    w, weight_power = fixed_point_weight(layer)
-    y = _sum(layer, a, w) * power
-    y = (y * weight_power.reshape(())).float()
-    return y if layer.bias is None else y + _over_channels(layer.bias.detach(), y, layer)
+def _grouped_forward(layer: LiveLayer, x: Tensor, integers: Tensor, step: Tensor) -> Tensor:
+    """Float input times integer weights whose groups have steps (rows, groups) of their own."""
+    if layer.quantizes_input:
+        raise ConfigError(
+            f"layer {layer.name!r} has plain float scales for groups and quantises its input, so its sums are no "
+            "integer sums; use scales of two levels, or activations='float'"
+        )
+    a, power = _fixed_point_input(layer, x, _terms(integers))
+    total: Tensor | None = None
+    groups = step.shape[1]
+    size = integers.shape[1] // groups
+    for group in range(groups):
+        own = torch.zeros_like(integers)
+        inputs = slice(group * size, (group + 1) * size)
+        own[:, inputs] = integers[:, inputs]
+        part = (_sum(layer, a, own) * power) * layer.kind.over_channels(step[:, group].double())
+        total = part if total is None else total + part
+    assert total is not None
+    return total.float()
 
 
-def float_layer_bits(layer: nn.Conv2d | nn.Linear) -> int:
-    """Bits of the fixed-point numbers of a layer kept in float, those of its input and those of its weight."""
-    return _bits_for(_terms(layer.weight), factors=2)
+def _terms(rows: Tensor) -> int:
+    return rows[0].numel()
 
 
-def fixed_point_weight(layer: nn.Conv2d | nn.Linear) -> tuple[Tensor, Tensor]:
-    """The weight of a layer kept in float as whole numbers and their power, both float64."""
-    return fixed_point(layer.weight.detach(), float_layer_bits(layer), by_sample=False)
+# --- unquantised layers ---------------------------------------------------------------------------
 
 
-class ExactLayer(PackedLayer):
-    """What both exact layers on codes share: they take the codes of a width when they run. Abstract."""
+class ExactLayer(nn.Module):
+    """An unquantised layer in fixed point; it has the float layer's parameters, settings and hooks."""
 
-    def select_bits(self, weight_bits: int, act_bits: int) -> None:
-        """Change the widths; `active` is not used."""
-        self.weight_bits, self.act_bits = weight_bits, act_bits
+    weight: Tensor
+    bias: Tensor | None
 
-
-class ExactQuantizedConv2d(ExactLayer, PackedConv2d):
-    """PackedConv2d by integer sums."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution, exactly."""
-        return _quantized_forward(self, input)
-
-
-class ExactQuantizedLinear(ExactLayer, PackedLinear):
-    """PackedLinear by integer sums."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The product, exactly."""
-        return _quantized_forward(self, input)
-
-
-class ExactConv2d(nn.Conv2d):
-    """A float convolution in fixed point."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution of the rounded input and weight, exactly."""
-        return _float_forward(self, input)
-
-
-class ExactLinear(nn.Linear):
-    """A float linear layer in fixed point."""
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        take_over(self, layer)
+        self.kind = FLOAT_KINDS[type(layer)]
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of the rounded input and weight, exactly."""
-        return _float_forward(self, input)
+        return float_forward(self, input)
+
+    def plain(self) -> nn.Module:
+        """The float layer."""
+        return plain_layer(self)
 
 
-class ExactBatchNorm(nn.modules.batchnorm._BatchNorm):
+def float_forward(layer: Any, x: Tensor) -> Tensor:
+    """The output of an unquantised layer: input and weight in fixed point."""
+    kind: LayerKind = layer.kind
+    a, power = fixed_point(x, float_layer_bits(layer), by_sample=kind.is_batch(x))
+    w, weight_power = fixed_point_weight(layer)
+    y = _sum(layer, a, w) * power
+    y = (y * weight_power.reshape(())).float()
+    return y if layer.bias is None else y + kind.over_channels(layer.bias.detach())
+
+
+def float_layer_bits(layer: Any) -> int:
+    """Bits of the fixed-point numbers of an unquantised layer, those of its input and those of its weight."""
+    terms = _terms(layer.kind.to_rows(layer, layer.weight))
+    return min((_SUM_BITS - math.ceil(math.log2(max(terms, 1)))) // 2, _MOST_BITS)
+
+
+def fixed_point_weight(layer: Any) -> tuple[Tensor, Tensor]:
+    """The weight of an unquantised layer, in rows, as whole numbers and their power, both float64."""
+    weight = layer.kind.to_rows(layer, layer.weight.detach())
+    return fixed_point(weight, float_layer_bits(layer), by_sample=False)
+
+
+def plain_layer(layer: Any) -> nn.Module:
+    """The float layer of which `layer` has the kind, the settings and the parameters."""
+    made = layer.kind.module(**layer.kind.arguments(layer), device="meta")
+    made.weight, made.bias = layer.weight, layer.bias
+    return cast(nn.Module, made.eval())
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+class ExactNorm(nn.Module):
     """Batch norm as one multiplication and one addition, each rounded once."""
 
     statistics_are_fixed = True
+    running_mean: Tensor | None
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        take_over(self, norm)
+        self.plain_type = type(norm)
 
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
         shape = (1, -1, *(1,) * (input.dim() - 2))
-        multiplier, offset = (line.to(input.device).view(shape) for line in norm_lines(self))
+        multiplier, offset = (line.to(input.device).view(shape) for line in norm_affine(self))
         return input * multiplier + offset
 
+    def plain(self) -> nn.Module:
+        """The batch norm."""
+        return plain_norm(self)
 
-def norm_lines(norm: nn.modules.batchnorm._BatchNorm) -> Tensor:
+
+def norm_affine(norm: Any) -> Tensor:
     """Multiplier and offset (2, channels) of a batch norm, float32, on the CPU."""
     if norm.running_mean is None or norm.running_var is None:
         raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
@@ -201,28 +264,42 @@ def _float64(values: Tensor) -> np.ndarray:
     return values.detach().double().cpu().numpy()
 
 
-class ExactAvgPool2d(nn.AvgPool2d):
-    """Average pooling in fixed point."""
+def plain_norm(norm: Any) -> nn.Module:
+    """The batch norm of which `norm` has the settings, the parameters and the statistics."""
+    made = norm.plain_type(
+        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, device="meta"
+    )
+    for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(made, part, getattr(norm, part))
+    return cast(nn.Module, made.eval())
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The rounded quotient of an exact sum."""
-        return _pool(super().forward, input)
+
+# --- pools ----------------------------------------------------------------------------------------
 
 
-class ExactAdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """Adaptive average pooling in fixed point."""
+class ExactPool(nn.Module):
+    """An average pool in fixed point."""
+
+    def __init__(self, pool: nn.Module):
+        super().__init__()
+        self.pool = pool
 
     @property
     def is_global(self) -> bool:
         """Whether each image becomes one pixel."""
-        return self.output_size in (1, (1, 1))
+        return getattr(self.pool, "output_size", None) in (1, (1, 1))
 
     def forward(self, input: Tensor) -> Tensor:
         """The rounded quotient of an exact sum."""
-        return _pool(mean_of_images if self.is_global else super().forward, input)
+        return pool_forward(mean_of_images if self.is_global else self.pool, input)
+
+    def plain(self) -> nn.Module:
+        """The pool."""
+        return self.pool
 
 
-def _pool(average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def pool_forward(average: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The `average` of images, whose sums are exact."""
     a, power = fixed_point(x, pool_bits(x), by_sample=x.dim() > 3)
     return (average(a) * power).float()
 
@@ -232,15 +309,9 @@ def pool_bits(x: Tensor) -> int:
     return _SUM_BITS - math.ceil(math.log2(x.shape[-1] * x.shape[-2]))
 
 
-_TWINS: dict[type[nn.Module], type[nn.Module]] = {
-    PackedConv2d: ExactQuantizedConv2d,
-    PackedLinear: ExactQuantizedLinear,
-    nn.Conv2d: ExactConv2d,
-    nn.Linear: ExactLinear,
-    nn.BatchNorm1d: ExactBatchNorm,
-    nn.BatchNorm2d: ExactBatchNorm,
-    nn.BatchNorm3d: ExactBatchNorm,
-    nn.SyncBatchNorm: ExactBatchNorm,
-    nn.AvgPool2d: ExactAvgPool2d,
-    nn.AdaptiveAvgPool2d: ExactAdaptiveAvgPool2d,
+FLOAT_KINDS: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in (CONV2D, LINEAR)}
+_EXACT: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
+    **dict.fromkeys(FLOAT_KINDS, ExactLayer),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), ExactNorm),
+    **dict.fromkeys((nn.AvgPool2d, nn.AdaptiveAvgPool2d), ExactPool),
 }

@@ -133,7 +133,7 @@ def pools(live: nn.Module) -> tuple[int, int]:
 def calls(live: nn.Module) -> list[tuple[str, int, bool]]:
     model = live._fused[0]
     used = [model.get_submodule(node.target) for node in model.graph.nodes if node.op == "call_module"]
-    return [(type(call).__name__, len(call.readers), call.keep) for call in used if isinstance(call, Call)]
+    return [(type(call).__name__, len(call.readers), call.keep_value) for call in used if isinstance(call, Call)]
 
 
 def equal(live: nn.Module, exact: nn.Module, *settings: Any, x: Tensor = IMAGES) -> None:

@@ -37,7 +37,7 @@ from bitdial.live.engines.integer.switchboard import Switchboard
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BITS = (8, 6, 4, 3, 2)
-OPERANDS = ("stored", "integers", "pad", "correction", "factor", "quantizer", "halves", "lines")
+OPERANDS = ("stored", "integers", "pad", "correction", "factor", "quantizer", "doubled", "affine_now")
 IMAGES = torch.randn(2, 3, 4, 3, generator=torch.Generator().manual_seed(3))
 
 
@@ -105,7 +105,7 @@ def in_place(live: nn.Module) -> bool:
     """Whether all operands lie in the board's buffers."""
     board = board_of(live)
     homes = {t.untyped_storage().data_ptr() for t in (board.master, board.active, board.words)}
-    served = {n: t for n, t in operands(live).items() if not n.endswith("odd.stored")}
+    served = {n: t for n, t in operands(live).items() if not n.endswith("odd.codes.source.stored")}
     return {t.untyped_storage().data_ptr() for t in served.values()} == homes
 
 
@@ -172,8 +172,8 @@ def test_layers_that_round_a_float_weight_keep_their_addresses_too(scheme: str, 
     for setting in (2, 8, (3, 6), random_plan(live, random.Random(0))):
         assert right(live, setting), setting
     assert {name: t.data_ptr() for name, t in operands(live).items()} == addresses
-    halves = dialled_layers(live)["wide"].halves
-    assert (halves is not None) == (scheme == "dorefa")
+    doubled = dialled_layers(live)["wide"].engine.doubled
+    assert (doubled is not None) == (scheme == "dorefa")
 
 
 def test_one_launch_for_what_changes(make: Callable[..., Any], launches: list[Tensor]) -> None:
@@ -200,8 +200,8 @@ def test_codes_are_centred_by_a_number_in_memory(make: Callable[..., Any]) -> No
     centred, low, plain, nested = (make(**one)() for one in settings)
     for bits, flag in ((8, 1), (6, 0), (2, 0), (8, 1)):
         set_bits(centred, bits)
-        assert centred.wide.halves.tolist() == [flag]
-    assert plain.wide.halves is low.wide.halves is nested.wide.halves is None  # they never pay for it
+        assert centred.wide.engine.doubled.tolist() == [flag]
+    assert all(m.wide.engine.doubled is None for m in (plain, low, nested))  # they never pay for it
 
 
 def test_bad_plans_change_nothing(make: Callable[..., Any], launches: list[Tensor]) -> None:
@@ -355,7 +355,7 @@ def test_what_is_loaded_takes_effect(assign: bool, make: Callable[..., Any]) -> 
     before = {name: t.clone() for name, t in operands(live).items()}
     state = {name: (t.flip(0) if t.dim() else t).clone() for name, t in live.state_dict().items()}
     live.load_state_dict(state, assign=assign)
-    assert not torch.equal(live.wide.integers, before["_orig_mod.wide.integers"])
+    assert not torch.equal(live.wide.engine.integers, before["_orig_mod.wide.engine.integers"])
     for setting in (3, 8, (2, 4)):
         assert right(live, setting)
     assert in_place(live)
@@ -364,9 +364,9 @@ def test_what_is_loaded_takes_effect(assign: bool, make: Callable[..., Any]) -> 
 @here
 def test_layers_on_one_weight_share_what_is_stored(make: Callable[..., Any]) -> None:
     live = make()()
-    assert (live.left.stored.data_ptr() == live.right.stored.data_ptr()) == (DEVICE == "cpu")
+    assert (live.left.codes.stored.data_ptr() == live.right.codes.stored.data_ptr()) == (DEVICE == "cpu")
     assert right(live, BitPlan({"left": 2, "right": 8}, default=4))
-    assert not torch.equal(live.left.integers, live.right.integers)
+    assert not torch.equal(live.left.engine.integers, live.right.engine.integers)
 
 
 @here

@@ -30,8 +30,8 @@ from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
 from bitdial.kernels.weight_pool import PackedArena
 from bitdial.live import kernel_choice
-from bitdial.live.engines.packed import ArenaLinear, NestedLinear, WordsLinear
-from bitdial.live.layers import PackedLayer
+from bitdial.live.engines.packed import PackedEngine
+from bitdial.live.layers import LiveLayer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTHS = (8, 6, 4, 3, 2)
@@ -41,10 +41,15 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 MIXED = BitPlan({"first": 2, "early": 3, "late": 8, "head": (4, 8)}, default=6)
 
 
-def words_of(model: nn.Module) -> dict[str, WordsLinear]:
+def layers_of(model: nn.Module) -> dict[str, LiveLayer]:
     layers = dialled_layers(model)
-    assert all(isinstance(layer, WordsLinear) for layer in layers.values())
+    assert all(isinstance(layer, LiveLayer) and isinstance(layer.engine, PackedEngine) for layer in layers.values())
     return layers  # type: ignore[return-value]
+
+
+def words_of(model: nn.Module) -> dict[str, Any]:
+    """What holds the words of each layer."""
+    return {name: layer.codes.source for name, layer in layers_of(model).items()}
 
 
 def run(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -78,13 +83,12 @@ def test_codes_scales_and_float32_outputs_are_those_of_float_kernels(
         set_bits(packed, setting)
         set_bits(plain, setting)
         assert get_bits(packed) == get_bits(plain)
-        for name, layer in words_of(packed).items():
-            twin = dialled_layers(plain)[name]
-            assert isinstance(twin, PackedLayer)
-            codes, scale = layer.weight_codes()
-            wanted, step = twin.weight_codes(layer.weight_bits)
-            assert torch.equal(codes.cpu(), wanted), (name, setting)
-            assert torch.equal(scale.cpu(), step.expand_as(scale)), (name, setting)
+        for name, layer in layers_of(packed).items():
+            bits, twin = layer.weight_bits, dialled_layers(plain)[name]
+            assert isinstance(twin, LiveLayer)
+            assert torch.equal(layer.codes.weight_codes(bits).cpu(), twin.codes.weight_codes(bits)), (name, setting)
+            step = layer.codes.step(bits).cpu()
+            assert torch.equal(step, twin.codes.step(bits).expand_as(step)), (name, setting)
         if DEVICE == "cpu":
             assert torch.equal(run(packed, tokens), run(plain, tokens))
 
@@ -97,9 +101,9 @@ def test_layers_in_16_bits_keep_the_stated_bound(
     packed = live(scheme, dtype=dtype)
     for setting in (*WIDTHS, MIXED):
         set_bits(packed, setting)
-        for layer in words_of(packed).values():
+        for layer in layers_of(packed).values():
             x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(2)).to(dtype)
-            codes, scale = layer.weight_codes()
+            codes, scale = layer.codes.weight_codes(layer.weight_bits), layer.codes.step(layer.weight_bits)
             shift = 8 - layer.weight_bits
             middle = scheme == "centred" or (scheme.startswith("nested") and shift > 0)
             offset = 0.5 * middle - int(scheme.partition("+")[2] or 0) / 2**shift
@@ -126,7 +130,7 @@ def test_the_model_in_16_bits_is_near_the_one_in_float32(
 
 
 def test_types_that_kernels_lack_are_multiplied_out_and_autocast_is_heeded(live: Callable[..., nn.Module]) -> None:
-    layer = words_of(live("double_rounding"))["down"]
+    layer = layers_of(live("double_rounding"))["down"]
     x = torch.randn(4, 40, device=DEVICE)
     assert layer(x).dtype == torch.float32
     assert layer(x.double()).dtype == torch.float64
@@ -146,9 +150,9 @@ def test_float_kernels_in_16_bits_round_the_weight_and_keep_the_scale(
         set_bits(plain, bits)
         set_bits(half, bits)
         for name, layer in dialled_layers(half).items():
-            assert isinstance(layer, PackedLayer)
-            assert layer.weight_scale.dtype == torch.float32
-            assert torch.equal(layer.active, dialled_layers(plain)[name].active.half())
+            assert isinstance(layer, LiveLayer)
+            assert layer.codes.scale.dtype == torch.float32
+            assert torch.equal(layer.engine.active, dialled_layers(plain)[name].engine.active.half())
         assert run(half, tokens).dtype == torch.float16
     assert half.table.dtype == torch.float32
     assert half.embed.weight.dtype == torch.float16
@@ -165,7 +169,6 @@ def test_a_nested_switch_moves_nothing(live: Callable[..., nn.Module]) -> None:
             set_bits(packed, setting)
         for name, layer in words_of(packed).items():
             words, version, content = before[name]
-            assert isinstance(layer, NestedLinear)
             assert layer.words is words
             assert words._version == version
             assert torch.equal(words, content)
@@ -176,9 +179,9 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     live: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     packed = live("double_rounding", master=master)
-    layers = words_of(packed)
-    arena = layers["first"].board.arena  # type: ignore[attr-defined]
-    addresses = {name: layer.words.data_ptr() for name, layer in layers.items()}
+    layers, held = layers_of(packed), words_of(packed)
+    arena = held["first"].pool
+    addresses = {name: words.words.data_ptr() for name, words in held.items()}
     calls = []
     switch = PackedArena.set_bits
     monkeypatch.setattr(PackedArena, "set_bits", lambda self, plan: (calls.append(plan), switch(self, plan)))
@@ -186,7 +189,7 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     for plan in plans:
         set_bits(packed, plan)
     assert len(calls) == len(plans)
-    assert {name: layer.words.data_ptr() for name, layer in layers.items()} == addresses
+    assert {name: words.words.data_ptr() for name, words in held.items()} == addresses
     with pytest.raises(PlanError, match=r"bits=5 is not in bit_choices"):
         set_bits(packed, BitPlan({"first": 5}, default=8))
     assert arena.bits == dict.fromkeys(layers, 2), "a plan that does not fit changes nothing"
@@ -194,7 +197,7 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     assert arena.bits == {**dict.fromkeys(layers, 2), "down": 8}
     set_bits(packed, 2)
     assert get_bits(packed)["down"] == (2, 2)
-    assert layers["down"].words.shape[0] == 2
+    assert held["down"].words.shape[0] == 2
     assert arena.bits == dict.fromkeys(layers, 2)
 
 
@@ -203,7 +206,7 @@ def test_fewer_choices_take_less_memory_and_give_the_same_numbers(
     live: Callable[..., nn.Module], tokens: Tensor, scheme: str
 ) -> None:
     whole, part = live(scheme), live(scheme, bit_choices=(4, 2))
-    weights = 4 * 128 * sum(-(-m.out_features // 16) * -(-m.in_features // 256) for m in words_of(whole).values())
+    weights = 4 * 128 * sum(-(-m.out_features // 16) * -(-m.in_features // 256) for m in layers_of(whole).values())
     if scheme == "nested":
         weights -= 4 * 128 * 3  # `late` shares the words of `early`
     assert resident_bytes(whole)["active"] == 8 * weights
@@ -222,7 +225,7 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
         set_bits(host, setting)
         for name, layer in words_of(device).items():
             assert torch.equal(layer.words, words_of(host)[name].words), (name, setting)
-    arena = words_of(host)["first"].board.arena  # type: ignore[attr-defined]
+    arena = words_of(host)["first"].pool
     arena.active.zero_()
     arena._held.zero_()
     arena.repack()
@@ -236,7 +239,7 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
 def test_resident_bytes_of_float_kernels(saved: Callable[..., Path], decoder: nn.Module) -> None:
     plain = load(saved("double_rounding"), decoder)
     found = resident_bytes(plain)
-    weights = {n: layer.stored for n, layer in dialled_layers(plain).items()}  # type: ignore[attr-defined]
+    weights = {n: layer.codes.stored for n, layer in dialled_layers(plain).items()}  # type: ignore[attr-defined]
     assert found["active"] == 4 * sum(w.numel() for w in weights.values())
     assert found["master"] == sum(w.numel() for n, w in weights.items() if n != "late")
     assert found["host_master"] == 0
@@ -255,9 +258,10 @@ def test_copies_and_conversions(live: Callable[..., nn.Module], tokens: Tensor, 
     assert not torch.equal(run(twin, tokens), before)
     set_bits(twin, 4)
     assert torch.equal(run(twin, tokens), before)
-    scales = {name: layer.scale.clone() for name, layer in words_of(twin).items()}
+    scales = {name: layer.codes.scale.clone() for name, layer in layers_of(twin).items()}
     twin.to(torch.bfloat16)
-    assert all(torch.equal(layer.scale, scales[name]) for name, layer in words_of(twin).items())
+    assert all(torch.equal(layer.codes.scale, scales[name]) for name, layer in layers_of(twin).items())
+    assert all(torch.equal(layer.engine.scale, scales[name][0]) for name, layer in layers_of(twin).items())
     assert run(twin, tokens).dtype == torch.bfloat16
 
 
@@ -342,17 +346,28 @@ def test_arguments_that_do_not_fit(
         load(saved(scheme, **config), decoder, **options)
 
 
-def test_other_uses_name_the_model_that_they_want(live: Callable[..., nn.Module], tokens: Tensor) -> None:
-    packed = live("double_rounding")
-    assert isinstance(packed.first, ArenaLinear)
-    with pytest.raises(ConfigError, match=r"layer 'first' is a ArenaLinear; code_exact .* load\(path, kernels='float'"):
-        code_exact(packed)
+@pytest.mark.parametrize("scheme", ["double_rounding", "centred"])
+def test_exact_sums_and_exports_of_words_are_those_of_float_kernels(
+    saved: Callable[..., Path], decoder: nn.Module, tokens: Tensor, scheme: str, tmp_path: Path
+) -> None:
+    plain, packed = (load(saved(scheme), decoder, kernels=kernels) for kernels in ("float", "packed"))
+    few = load(saved(scheme), decoder, kernels="packed", bit_choices=(4, 2))
+    exact, others = code_exact(plain), [code_exact(packed), code_exact(few)]
+    for bits in (4, 2):
+        for model in (exact, *others):
+            set_bits(model, bits)
+        assert all(torch.equal(run(model, tokens), run(exact, tokens)) for model in others), bits
+    set_bits(others[0], 8)
+    with pytest.raises(PlanError, match=r"bits=8 is not in bit_choices \(4, 2\)"):
+        set_bits(others[1], 8)
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
-    with pytest.raises(
-        ConfigError, match=r"layer 'first' is a ArenaLinear; export_onnx .* load\(path, kernels='float'"
-    ):
-        export_onnx(packed, "nowhere.onnx", tokens)
+    files = [
+        export_onnx(model, tmp_path / "m.onnx", tokens, bits=4).path.read_bytes() for model in (plain, packed, few)
+    ]
+    assert len(set(files)) == 1
+    with pytest.raises(PlanError, match=r"bits=8 is not in bit_choices \(4, 2\)"):
+        export_onnx(few, tmp_path / "m.onnx", tokens, bits=8)
 
 
 def test_a_model_in_16_bits_is_told_what_to_pass(saved: Callable[..., Path], decoder: nn.Module) -> None:

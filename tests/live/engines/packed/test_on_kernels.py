@@ -34,7 +34,11 @@ def test_switched_layers_give_the_values_of_float_kernels(
     set_bits(packed, bits)
     set_bits(plain, bits)
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)).half()
-    y, weight, bias = packed.down(x.to(DEVICE)).cpu(), plain.down.active.double(), packed.down.bias.double().cpu()
+    y, weight, bias = (
+        packed.down(x.to(DEVICE)).cpu(),
+        plain.down.engine.active.double(),
+        packed.down.bias.double().cpu(),
+    )
     exact = x.double() @ weight.T + bias
     bound = 2.0**-11 * exact.abs() + 40 * 2.0**-23 * (x.double().abs() @ weight.T.abs() + bias.abs())
     assert bool(((y.double() - exact).abs() <= bound).all())

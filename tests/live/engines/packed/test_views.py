@@ -80,6 +80,6 @@ def test_views_share_every_tensor_and_no_dial(live: Callable[..., nn.Module], to
 def test_weights_that_are_rewritten_have_no_views(
     live: Callable[..., nn.Module], saved: Callable[..., Path], decoder: nn.Module
 ) -> None:
-    for model, kind in ((live("double_rounding"), "ArenaLinear"), (load(saved("nested"), decoder), "PackedLinear")):
+    for model, kind in ((live("double_rounding"), "packed kernels"), (load(saved("nested"), decoder), "float kernels")):
         with pytest.raises(ConfigError, match=rf"layer '\w+' \({kind}\) rewrites its weight .* scheme nested"):
             view_at_bits(model, 4)

@@ -97,7 +97,7 @@ def _convolve_fixed_point(  # type: ignore[no-untyped-def]
         term = tl.where(j < TERMS, j, 0)
         x = tl.load(window_ptr[:, None] + (term // (S * C) * (W * C) + term % (S * C))[None, :]).to(tl.float64)
         used = (j < TERMS)[:, None] & (k < K)[None, :]
-        w = tl.load(w_ptr + k[None, :] * TERMS + j[:, None], mask=used, other=0.0)
+        w = tl.load(w_ptr + k[None, :] * TERMS + j[:, None], mask=used, other=0.0).to(tl.float64)
         sums = tl.dot(x, w, sums, input_precision="ieee", out_dtype=tl.float64)
     y = sums * tl.load(powers_ptr + images + image)[:, None] * tl.load(weight_power_ptr)
     y = y.to(tl.float32)

@@ -1,121 +1,122 @@
-"""Layers kept in float and global average pools, by integer sums in fixed point; weights lie ready for the kernel."""
+"""Unquantised layers and global average pools by integer sums in fixed point; weights lie ready for the kernel."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, run_mean, run_powers
-from bitdial.kernels.integer_ops import Outputs
+from bitdial.functional.fixed_point import fixed_point_powers
 from bitdial.live.engines.exact import (
-    ExactAdaptiveAvgPool2d,
-    ExactConv2d,
-    ExactLinear,
-    fixed_point_weight,
+    ExactLayer,
+    ExactPool,
+    float_forward,
     float_layer_bits,
+    plain_layer,
     pool_bits,
 )
-from bitdial.live.engines.integer.shapes import ConvShapes, KernelLayer, LinearShapes, padding_of
+from bitdial.live.engines.integer.operators import (
+    Epilogue,
+    FixedPointOperands,
+    Outputs,
+    convolve_fixed_point,
+    mean,
+    sample_scales,
+)
+from bitdial.live.engines.integer.shapes import SHAPES, padding_of, run_as_images
+from bitdial.live.plain import take_over
+from bitdial.nn.layer_kinds import LayerKind
+
+ROUNDED_AT_ONCE = 1 << 17
 
 
-class FixedPointLayer(KernelLayer):
-    """What both share. Abstract. Buffers, none in the state: `integers` (K, R, S, C), `weight_power` (1,)."""
+class FixedPointLayer(nn.Module):
+    """An unquantised layer by the fixed-point operator, in the place of the exact one, whose parameters it has.
 
+    Buffers, none in the state: `integers` (K, R, S, C), whole numbers of at most 24 bits, which float32 has exactly;
+    `weight_power` (1,), float64.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    kind: LayerKind
     integers: Tensor
     weight_power: Tensor
 
-    def allocate(self) -> None:
-        """Make the buffers, and fill them."""
-        integers, power = fixed_point_weight(cast(Any, self))
-        self.register_buffer("integers", self.filters(integers).contiguous(), persistent=False)
-        self.register_buffer("weight_power", power.reshape(1).clone(), persistent=False)
+    def __init__(self, layer: ExactLayer, name: str):
+        super().__init__()
+        take_over(self, layer)
+        self.shapes = SHAPES[layer.kind.name](layer, name)
+        filters = self.shapes.filters(self.kind.to_rows(self, self.weight.detach()))
+        integers = torch.empty(filters.shape, device=filters.device)
+        self.register_buffer("integers", integers, persistent=False)
+        self.register_buffer("weight_power", filters.new_empty(1, dtype=torch.float64), persistent=False)
+        self.refresh()
         self.register_load_state_dict_post_hook(_refresh)
 
     def refresh(self) -> None:
-        """Fill the buffers anew, in place."""
-        integers, power = fixed_point_weight(cast(Any, self))
-        self.integers.copy_(self.filters(integers))
+        """Make the operands anew, in place; a few rows at a time, for they are made in float64."""
+        rows = self.kind.to_rows(self, self.weight.detach())
+        filters, size = self.shapes.filters(rows), max(1, ROUNDED_AT_ONCE // rows[0].numel())
+        inverse, power = fixed_point_powers(_largest(rows), float_layer_bits(self), by_sample=False)
+        for some, target in zip(filters.split(size), self.integers.split(size), strict=True):
+            target.copy_((some.double() * inverse.reshape(())).round_())
         self.weight_power.copy_(power.reshape(1))
 
-    def filters(self, weight: Tensor) -> Tensor:
-        """`weight` in the order (K, R, S, C)."""
-        raise NotImplementedError
-
-    def run(self, x: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
-        """As in KernelLayer, for float32; each sample, dimension 0 of a batch, has its own power."""
-        self.check_shape(x)
-        by_sample = x.dim() > (3 if isinstance(self, nn.Conv2d) else 1)
-        powers = run_powers(x if by_sample else x[None], float_layer_bits(cast(Any, self)))
-        images = self.as_images(x).shape[0]
-        powers = powers[:, :, None].expand(2, -1, images // max(powers.shape[1], 1)).reshape(2, images)
-        return super().run(x, other=other, powers=powers, **finish)
-
-    def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, Any], finish: dict[str, Any]) -> Outputs:
-        stride, padding = moves
-        return fixed_point_conv2d(
-            x, self.integers, finish["powers"], self.weight_power, cast(Tensor | None, self.bias), finish.get("norm"),
-            other, finish.get("first"), finish.get("second"), list(stride), list(padding), finish.get("cap"),
-            finish.get("keep", True),
-        )  # fmt: skip
-
-
-class FixedPointConv2d(FixedPointLayer, ConvShapes, ExactConv2d):
-    """A float convolution by the fixed-point operator."""
-
-    exact_type = ExactConv2d
-
-    def filters(self, weight: Tensor) -> Tensor:
-        return weight.permute(0, 2, 3, 1)
-
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, (self.stride, padding_of(self)), finish)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The convolution of the rounded input and weight, exactly."""
-        return self.run(input)[0] if input.dtype == torch.float32 else super().forward(input)
-
-
-class FixedPointLinear(FixedPointLayer, LinearShapes, ExactLinear):
-    """A float linear layer by the fixed-point operator."""
-
-    exact_type = ExactLinear
-
-    def filters(self, weight: Tensor) -> Tensor:
-        return weight[:, None, None, :]
-
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, ((1, 1), (0, 0)), finish)
+    def run(self, x: Tensor, end: Epilogue) -> Outputs:
+        """Value and codes behind the layer and `end`, for the float32 x; each sample of a batch has its own power."""
+        self.shapes.check(x)
+        scales = sample_scales(x if self.kind.is_batch(x) else x[None], float_layer_bits(self))
+        count = self.shapes.as_images(x).shape[0]
+        scales = scales[:, :, None].expand(2, -1, count // max(scales.shape[1], 1)).reshape(2, count)
+        operands = FixedPointOperands(self.integers, scales, self.weight_power, self.bias)
+        windows = self.shapes.windows
+        return run_as_images(
+            self.shapes, x, end, lambda images, last: convolve_fixed_point(images, operands, windows, last)
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of the rounded input and weight, exactly."""
-        return self.run(input)[0] if input.dtype == torch.float32 else super().forward(input)
+        return self.run(input, Epilogue())[0] if input.dtype == torch.float32 else float_forward(self, input)
+
+    def plain(self) -> nn.Module:
+        """The float layer."""
+        return plain_layer(self)
 
 
-class FixedPointPool(ExactAdaptiveAvgPool2d):
-    """A global average pool by the fixed-point operators."""
+class FixedPointPool(nn.Module):
+    """A global average pool by the fixed-point operators, in the place of the exact one."""
 
-    exact_type = ExactAdaptiveAvgPool2d
-
-    def allocate(self) -> None:
-        """There is nothing to make."""
+    def __init__(self, exact: ExactPool):
+        super().__init__()
+        self.exact = exact
 
     def forward(self, input: Tensor) -> Tensor:
         """The rounded quotient of an exact sum."""
-        if not self.is_global or input.dim() != 4 or input.dtype != torch.float32:
-            return super().forward(input)
-        return run_mean(input, pool_bits(input))
+        if input.dim() != 4 or input.dtype != torch.float32:
+            return self.exact(input)
+        return mean(input, pool_bits(input))
+
+    def plain(self) -> nn.Module:
+        """The pool."""
+        return self.exact.plain()
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The number (1,) of largest magnitude, NaN if there is one: the one that says how a weight is rounded."""
+    low, high = weight.aminmax()
+    return torch.maximum(-low, high).reshape(1)
 
 
 def _refresh(layer: Any, keys: object) -> None:
-    """After another weight was loaded, the buffers must follow; a code-exact copy has none."""
-    if isinstance(layer, FixedPointLayer):
-        layer.refresh()
+    """After another weight was loaded, what is made of it must follow."""
+    layer.refresh()
 
 
-def serves_float(layer: nn.Module) -> bool:
+def serves_float(layer: ExactLayer) -> bool:
     """Whether the operator can run `layer`: float32, one group, no dilation, zeros around the image."""
-    if not isinstance(layer, ExactConv2d | ExactLinear) or layer.weight.dtype != torch.float32:
+    if layer.weight.dtype != torch.float32 or layer.kind.name not in SHAPES:
         return False
-    if isinstance(layer, ExactLinear):
+    given: Any = layer
+    if layer.kind.image_dims == 0:
         return True
-    return layer.groups == 1 and layer.dilation == (1, 1) and padding_of(layer) is not None
+    return given.groups == 1 and given.dilation == (1, 1) and padding_of(given) is not None

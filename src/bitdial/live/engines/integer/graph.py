@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_cap
-from bitdial.kernels.integer_ops import Outputs, missing_on, run_finish
-from bitdial.kernels.pool_ops import run_max_pool
-from bitdial.live.engines.exact import ExactLayer
-from bitdial.live.engines.integer.float_layers import FixedPointPool
-from bitdial.live.engines.integer.layers import IntegerLayer, IntegerNorm
-from bitdial.live.engines.integer.shapes import KernelLayer
+from bitdial.live.engines.integer.engine import IntegerEngine
+from bitdial.live.engines.integer.float_layers import FixedPointLayer, FixedPointPool
+from bitdial.live.engines.integer.norms import IntegerNorm, IntegerSwitchableNorm
+from bitdial.live.engines.integer.operators import Epilogue, Outputs, finish, missing_on, run_max_pool
+from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
 
 log = logging.getLogger(__name__)
 
+Norm = IntegerNorm | IntegerSwitchableNorm
+Kernel = IntegerEngine | FixedPointLayer  # what runs a layer by one operator, together with what follows
 MOST_READERS = 2
 IN_PLACE_OPERATORS = (
     operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
@@ -38,88 +39,91 @@ IN_PLACE_OPERATORS = (
 class Call(nn.Module):
     """What LayerCall and ValueCall share: norm, addition, ReLU, readers. Abstract.
 
-    `cap` is the upper bound of the ReLU, None if there is none; `keep` says whether the value itself is needed.
+    `relu_max` is the upper bound of the ReLU, None if there is none; `keep_value` says whether the value is needed.
     """
 
-    def __init__(self, norm: IntegerNorm | None = None, cap: float | None = None):
+    def __init__(self, norm: Norm | None = None, relu_max: float | None = None):
         super().__init__()
         self._norm = (norm,)  # not a submodule: the model owns it
-        self.cap, self.keep = cap, True
-        self.readers: tuple[IntegerLayer, ...] = ()
+        self.relu_max, self.keep_value = relu_max, True
+        self._readers: tuple[tuple[IntegerEngine, ...]] = ((),)  # nor are these
 
     @property
-    def norm(self) -> IntegerNorm | None:
+    def norm(self) -> Norm | None:
         """The batch norm, the model's own."""
         return self._norm[0]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "readers":
-            object.__setattr__(self, name, value)  # nor are these
-        else:
-            super().__setattr__(name, value)
+    @property
+    def readers(self) -> tuple[IntegerEngine, ...]:
+        """The engines of the layers that read the result as codes."""
+        return self._readers[0]
 
-    def ending(self, other: Tensor | None) -> dict[str, Any]:
-        """Arguments of the operators for what follows."""
-        first, second = (*(layer.quantizer for layer in self.readers), None, None)[:2]
-        return {"other": other, "cap": self.cap, "first": first, "second": second, "keep": self.keep}
+    def read_by(self, *readers: IntegerEngine) -> None:
+        """Quantise the result for these."""
+        self._readers = (readers,)
 
-    def finish_apart(self, value: Tensor, other: Tensor | None) -> tuple[Tensor, ...]:
+    def epilogue(self, residual: Tensor | None) -> Epilogue:
+        """What follows, as the operators take it."""
+        a, b = (*(engine.quantizer for engine in self.readers), None, None)[:2]
+        affine = None if self.norm is None else self.norm.affine_now
+        return Epilogue(affine, residual, self.relu_max, a, b, self.keep_value)
+
+    def finish_apart(self, value: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
         """Value and codes by the modules themselves, one after the other."""
         if self.norm is not None:
             value = self.norm(value)
-        if other is not None:
-            value = value + other
-        if self.cap is not None:
-            value = F.relu(value) if math.isinf(self.cap) else F.hardtanh(value, 0.0, self.cap)
-        return value, *(layer.codes_of(value) for layer in self.readers)
+        if residual is not None:
+            value = value + residual
+        if self.relu_max is not None:
+            value = F.relu(value) if math.isinf(self.relu_max) else F.hardtanh(value, 0.0, self.relu_max)
+        return value, *(engine.codes_of(value) for engine in self.readers)
 
 
 class LayerCall(Call):
-    """Runs a layer, on codes or, if it is kept in float, on values; and what follows."""
+    """Runs a layer, on codes or, if it is unquantised, on values; and what follows."""
 
-    def __init__(self, layer: KernelLayer, norm: IntegerNorm | None, cap: float | None):
-        super().__init__(norm, cap)
-        self._layer = (layer,)
+    def __init__(self, kernel: Kernel, norm: Norm | None, relu_max: float | None):
+        super().__init__(norm, relu_max)
+        self._kernel = (kernel,)
 
     @property
-    def layer(self) -> KernelLayer:
-        """The layer, the model's own."""
-        return self._layer[0]
+    def kernel(self) -> Kernel:
+        """What runs the layer, the model's own."""
+        return self._kernel[0]
 
-    def forward(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...] | Outputs:
         """(value, codes of the first reader, of the second)."""
-        if x.dtype not in (torch.int8, torch.float32):  # a layer kept in float, behind something of another type
-            return self.finish_apart(self.layer(x), other)
-        self.layer.check_shape(x)
-        fits = self.norm is None or self.layer.is_batch(x)
-        if fits and (other is None or _adds(other, self.layer.output_shape(x))):
-            lines = None if self.norm is None else self.norm.lines
-            return self.layer.run(x, norm=lines, **self.ending(other))
-        return self.finish_apart(self.layer.run(x)[0], other)
+        kernel = self.kernel
+        if x.dtype not in (torch.int8, torch.float32):  # an unquantised layer, behind something of another type
+            return self.finish_apart(cast(FixedPointLayer, kernel)(x), residual)
+        kernel.shapes.check(x)
+        fits = self.norm is None or kernel.shapes.is_batch(x)
+        if fits and (residual is None or _adds(residual, kernel.shapes.output_shape(x))):
+            return kernel.run(x, self.epilogue(residual))
+        return self.finish_apart(kernel.run(x, Epilogue())[0], residual)
 
 
 class ValueCall(Call):
     """Does what follows a float value."""
 
-    def forward(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...] | Outputs:
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, ...] | Outputs:
         """(value, codes of the first reader, of the second)."""
         fits = x.dtype == torch.float32 and (self.norm is None or x.dim() in (2, 4))
-        if fits and (other is None or _adds(other, tuple(x.shape))):
-            lines = None if self.norm is None else self.norm.lines
-            return run_finish(x, lines, **self.ending(other))
-        return self.finish_apart(x, other)
+        if fits and (residual is None or _adds(residual, tuple(x.shape))):
+            return finish(x, self.epilogue(residual))
+        return self.finish_apart(x, residual)
 
 
-def _adds(other: object, shape: tuple[int, ...]) -> bool:
-    """Whether the operators can add `other`."""
-    return isinstance(other, Tensor) and other.dtype == torch.float32 and tuple(other.shape) == shape
+def _adds(residual: object, shape: tuple[int, ...]) -> bool:
+    """Whether the operators can add `residual`."""
+    return isinstance(residual, Tensor) and residual.dtype == torch.float32 and tuple(residual.shape) == shape
 
 
 class _Tracer(fx.Tracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, KernelLayer | ExactLayer | SwitchableBatchNorm | IntegerNorm | FixedPointPool)
+        ours = isinstance(m, LiveLayer | SwitchableBatchNorm | Norm | FixedPointLayer | FixedPointPool)
         ours = ours or type(m).__module__ == "bitdial.live.engines.exact"
         return ours or super().is_leaf_module(m, module_qualified_name)
 
@@ -136,10 +140,10 @@ def fuse(model: nn.Module) -> nn.Module:
         log.info("layers run one by one: the model cannot be traced (%s)", problem)
         return model
     for node in list(graph.graph.nodes):
-        if _calls(graph, node, KernelLayer):
-            _replace_layer(graph, node)
+        if (kernel := _kernel(graph, node)) is not None:
+            _replace_layer(graph, node, kernel)
     for node in list(graph.graph.nodes):
-        if _calls(graph, node, IntegerNorm):
+        if _calls(graph, node, Norm):
             _replace_norm(graph, node)
     if not any(_is_in_place(graph, node) for node in graph.graph.nodes):
         for node in list(graph.graph.nodes):
@@ -158,43 +162,42 @@ def fuse(model: nn.Module) -> nn.Module:
 # --- into calls -----------------------------------------------------------------------------------
 
 
-def _replace_layer(graph: fx.GraphModule, node: fx.Node) -> None:
+def _replace_layer(graph: fx.GraphModule, node: fx.Node, kernel: Kernel) -> None:
     """Replace a layer, and what can follow in the same kernel, by a LayerCall, behind a quantizer if it takes codes."""
-    layer, source = module_of(graph, node), node.args[0]
-    assert isinstance(layer, KernelLayer)
-    if isinstance(layer, IntegerLayer):
+    source = node.args[0]
+    if isinstance(kernel, IntegerEngine):
         quantizer = ValueCall()
-        quantizer.readers = (layer,)
+        quantizer.read_by(kernel)
         with graph.graph.inserting_before(node):  # what the layer reads is what is there now
             source = graph.graph.call_function(
                 operator.getitem, (insert_call(graph, "integer", quantizer, (source, None)), 1)
             )
     norm, chain = None, [node]
     user = only_user(node)
-    if user is not None and _calls(graph, user, IntegerNorm):
+    if user is not None and _calls(graph, user, Norm):
         norm = _norm(graph, user)
         chain.append(user)
-    other, cap = _take_rest(graph, chain)
-    _put(graph, LayerCall(layer, norm, cap), (source, other), chain)
+    residual, relu_max = _take_rest(graph, chain)
+    _put(graph, LayerCall(kernel, norm, relu_max), (source, residual), chain)
 
 
 def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:
     """Replace a norm that no layer took by a ValueCall."""
     norm, chain, source = _norm(graph, node), [node], node.args[0]
-    other, cap = _take_rest(graph, chain)
-    _put(graph, ValueCall(norm, cap), (source, other), chain)
+    residual, relu_max = _take_rest(graph, chain)
+    _put(graph, ValueCall(norm, relu_max), (source, residual), chain)
 
 
 def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
     """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
-    other = cap = None
+    residual = relu_max = None
     user = only_user(chain[-1])
-    if user is not None and (other := added(chain[-1], user)) is not None:
+    if user is not None and (residual := added(chain[-1], user)) is not None:
         chain.append(user)
         user = only_user(user)
-    if user is not None and (cap := relu_cap(graph, user)) is not None:
+    if user is not None and (relu_max := relu_cap(graph, user)) is not None:
         chain.append(user)
-    return other, cap
+    return residual, relu_max
 
 
 def _put(graph: fx.GraphModule, call: Call, args: tuple[Any, ...], chain: list[fx.Node]) -> None:
@@ -222,7 +225,8 @@ def _move_quantizer(graph: fx.GraphModule, node: fx.Node) -> None:
         if reader in call.readers:
             place = call.readers.index(reader)
         elif len(call.readers) < MOST_READERS:
-            place, call.readers = len(call.readers), (*call.readers, reader)
+            place = len(call.readers)
+            call.read_by(*call.readers, reader)
         else:
             continue
         with graph.graph.inserting_after(maker):
@@ -248,7 +252,7 @@ def _pool_codes(graph: fx.GraphModule, node: fx.Node) -> None:
     readers = tuple(dict.fromkeys((*call.readers, *behind)))
     if len(readers) > MOST_READERS or missing_on(behind[0].quantizer.device) is not None:
         return
-    call.readers = readers
+    call.read_by(*readers)
     for old in list(user.users):
         reader = behind[cast(int, old.args[1]) - 1]
         with graph.graph.inserting_before(old):
@@ -263,12 +267,12 @@ def _pool_codes(graph: fx.GraphModule, node: fx.Node) -> None:
 def _leave_out_value(graph: fx.GraphModule, node: fx.Node) -> None:
     """Tell a call whether its value is used, and drop what is not."""
     call = _call(graph, node)
-    call.keep = False
+    call.keep_value = False
     for item in list(node.users):
         if item.target is operator.getitem and not item.users:
             graph.graph.erase_node(item)
         elif item.args[1] == 0:
-            call.keep = True
+            call.keep_value = True
 
 
 def _is_value(graph: fx.GraphModule, node: object) -> bool:
@@ -282,22 +286,32 @@ def _is_quantizer(graph: fx.GraphModule, node: fx.Node) -> bool:
     if not _calls(graph, node, ValueCall):
         return False
     call = _call(graph, node)
-    return call.norm is None and call.cap is None and node.args[1] is None and bool(call.readers)
+    return call.norm is None and call.relu_max is None and node.args[1] is None and bool(call.readers)
 
 
 # --- nodes ----------------------------------------------------------------------------------------
 
 
-def _calls(graph: fx.GraphModule, node: object, kind: type[nn.Module]) -> bool:
+def _calls(graph: fx.GraphModule, node: object, kind: Any) -> bool:
     """Whether `node` calls a module of that kind, with positional arguments only."""
     if not isinstance(node, fx.Node) or node.op != "call_module" or node.kwargs:
         return False
-    return isinstance(module_of(graph, node), kind) and (issubclass(kind, Call) or len(node.args) == 1)
-
-
-def _norm(graph: fx.GraphModule, node: fx.Node) -> IntegerNorm:
     module = module_of(graph, node)
-    assert isinstance(module, IntegerNorm)
+    return isinstance(module, kind) and (isinstance(module, Call) or len(node.args) == 1)
+
+
+def _kernel(graph: fx.GraphModule, node: fx.Node) -> Kernel | None:
+    """What runs the layer that `node` calls by one operator, if it is such a layer."""
+    if not _calls(graph, node, LiveLayer | FixedPointLayer):
+        return None
+    module = module_of(graph, node)
+    kernel = module.engine if isinstance(module, LiveLayer) else module
+    return kernel if isinstance(kernel, Kernel) else None
+
+
+def _norm(graph: fx.GraphModule, node: fx.Node) -> Norm:
+    module = module_of(graph, node)
+    assert isinstance(module, Norm)
     return module
 
 

@@ -1,6 +1,5 @@
 """A live model that runs from integer to integer; `set_bits` switches it, and `code_exact` says what it computes."""
 
-import logging
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,24 +9,24 @@ from torch.utils._pytree import tree_leaves
 
 from bitdial.dial.dial import SWITCHBOARD
 from bitdial.errors import QuantizationError
-from bitdial.live.engines.exact import code_exact
+from bitdial.live.engines.exact import run_exactly
+from bitdial.live.engines.integer.convert import to_integer
 from bitdial.live.engines.integer.graph import fuse
-from bitdial.live.engines.integer.layers import to_integer
-
-log = logging.getLogger(__name__)
+from bitdial.live.plain import plain_copy
 
 
 class IntegerModel(nn.Module):
     """The live `model` (from `load`) on integer kernels: the outputs of `code_exact(model)`, bit for bit.
 
-    The model is copied. Layers, norms and widths are found under the names that they have there, as in a compiled
-    model; what the kernels do not serve runs by the definition. Called outside of compilers and recordings, it looks
-    whether its inputs are finite, for which it waits for the device.
+    The model is copied; with `copy=False` it becomes part of this one, and its layers must have no engine yet. Layers,
+    norms and widths are found under the names that they have there, as in a compiled model; what the kernels do not
+    serve runs by the definition. Called outside of compilers and recordings, it looks whether its inputs are finite,
+    for which it waits for the device.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, copy: bool = True):
         super().__init__()
-        exact = code_exact(model)
+        exact = run_exactly(plain_copy(model) if copy else model)
         to_integer(exact)
         self._orig_mod = exact.requires_grad_(False)
         self._fused = (fuse(exact),)  # not a submodule: it shares those of the model
@@ -43,6 +42,10 @@ class IntegerModel(nn.Module):
         """Change nothing: a live model is always in eval mode."""
         return self
 
+    def plain(self) -> nn.Module:
+        """The model itself."""
+        return self._orig_mod
+
     def __getattr__(self, name: str) -> Any:
         """The attributes of the model."""
         try:
@@ -54,7 +57,7 @@ class IntegerModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        getattr(self._orig_mod, SWITCHBOARD).follow()  # where operands have been moved
+        getattr(self._orig_mod, SWITCHBOARD).rebind()  # where operands have been moved
         self._fused = (fuse(self._orig_mod),)  # tensors that it holds itself have moved
         return self
 

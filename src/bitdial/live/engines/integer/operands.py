@@ -1,7 +1,6 @@
 """What the operators take beside a layer's weight, for choices of widths: tables with a row for each choice."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,43 +8,35 @@ from torch import Tensor
 from bitdial import functional as bf
 from bitdial.kernels.integer_ops import STORED_SHIFT
 from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.live.codes import Codes
 
+SUMMED_AT_ONCE = 1 << 16  # weight integers, which are made for that
 Tables = dict[str, Tensor]  # (choices, ...) by the name of the buffer that holds the row in use
 
 
-class Operated(Protocol):
-    """What is asked of a layer: see PackedLayer and IntegerLayer."""
-
-    scheme: str
-    act_kind: str
-    bit_choices: tuple[int, ...]
-
-    def weight_codes(self, bits: int) -> tuple[Tensor, Tensor]: ...
-
-    def weight_integers(self, bits: int) -> tuple[Tensor, Tensor]: ...
-
-    def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]: ...
-
-    def filters(self, codes: Tensor) -> Tensor: ...
-
-
-def needs_halves(layer: Operated) -> bool:
+def needs_doubling(codes: Codes) -> bool:
     """Whether there is a width at which weight integers, 2 * code + 1, do not fit int8."""
-    return not all(bf.scheme_of(layer.scheme).fits_int8(bits) for bits in layer.bit_choices)
+    return not all(codes.rule.fits_int8(bits) for bits in codes.bit_choices)
 
 
-def weight_operand(layer: Operated, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers (K, R, S, C / groups), int8; of those that they stand for the sums (K,), int32, and the step (K,)."""
-    whole, step = layer.weight_integers(bits)
-    sums = whole.flatten(1).sum(dim=1, dtype=torch.int32)
-    integers = whole if bf.scheme_of(layer.scheme).fits_int8(bits) else layer.weight_codes(bits)[0]
-    return layer.filters(integers.to(torch.int8)), sums, step.float().expand(sums.shape)
+def weight_operand(codes: Codes, bits: int) -> Tensor:
+    """Integers (int8, in rows): the weight integers, or the codes where those do not fit."""
+    fits = codes.rule.fits_int8(bits)
+    return codes.weight_integers(bits).to(torch.int8) if fits else codes.weight_codes(bits)
 
 
-def quantizer(layer: Operated, bits: int) -> Tensor:
+def row_sums(codes: Codes, bits: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The sums (rows,), int32, of each row's weight integers, and the step (rows,); a few rows at a time."""
+    size = max(1, SUMMED_AT_ONCE // max(codes.stored[0].numel(), 1))
+    parts = (codes.weight_integers(bits, slice(at, at + size)) for at in range(0, rows, size))
+    sums = torch.cat([part.flatten(1).sum(dim=1, dtype=torch.int32) for part in parts])
+    return sums, codes.integer_step(bits).float().expand(sums.shape)
+
+
+def quantizer(codes: Codes, bits: int) -> Tensor:
     """The numbers of the activations' quantizer (QUANTIZER_NUMBERS,) at `bits`."""
-    scale, zero_point = layer.act_parameters(bits)
-    signed = layer.act_kind == "signed"
+    scale, zero_point = codes.act_parameters(bits)
+    signed = codes.act_kind == "signed"
     zero = torch.zeros_like(scale) if zero_point is None else bf.integer_zero_point(zero_point, bits)
     bounds = (*bf.code_range(bits, signed=signed), 0 if signed else STORED_SHIFT)
     return torch.cat([scale, zero, *(torch.full_like(scale, bound) for bound in bounds)]).float()
@@ -57,17 +48,17 @@ def act_tables(quantizers: Tensor) -> Tables:
     return {"quantizer": quantizers, "pad": pad[:, None].expand(-1, PAD_CODES)}
 
 
-def pair_tables(sums: Tensor, steps: Tensor, quantizers: Tensor, halves: Sequence[bool] | None) -> Tables:
+def pair_tables(sums: Tensor, steps: Tensor, quantizers: Tensor, doubled: Sequence[bool] | None) -> Tables:
     """What depends on both widths, a row for each pair, that of the activations changing first.
 
-    `sums` and `steps` (widths, K), `quantizers` (widths, QUANTIZER_NUMBERS), `halves` for each weight width or None.
+    `sums` and `steps` (widths, K), `quantizers` (widths, QUANTIZER_NUMBERS), `doubled` for each weight width or None.
     """
     scales, zeros = quantizers[:, :1], (quantizers[:, 4:] - quantizers[:, 1:2]).int()
     tables = {
         "correction": (sums[:, None] * zeros).flatten(0, 1),
         "factor": (steps[:, None] * scales).flatten(0, 1),
     }
-    if halves is not None:
-        flags = torch.tensor(halves, dtype=torch.int32, device=sums.device)
-        tables["halves"] = flags.repeat_interleave(len(quantizers))[:, None]
+    if doubled is not None:
+        flags = torch.tensor(doubled, dtype=torch.int32, device=sums.device)
+        tables["doubled"] = flags.repeat_interleave(len(quantizers))[:, None]
     return tables

@@ -1,94 +1,139 @@
 """Layers as the operators see them: convolutions of images with channels last; a linear layer is one of 1x1 pixels."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.integer_ops import Outputs
+from bitdial.live.engines.integer.operators import Epilogue, Outputs, Windows
+from bitdial.nn.layer_kinds import CONV2D, LINEAR
 
 
-class KernelLayer(nn.Module):
-    """A layer that runs by one operator together with what follows it. Abstract."""
+class Shapes(Protocol):
+    """The shapes of a layer's inputs and outputs, and how its filter moves."""
 
-    called: str  # its name in the model, for errors
+    name: str  # of the layer, for errors
+    windows: Windows
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of the layer's output for an input like x."""
-        raise NotImplementedError
+        ...
 
     def is_batch(self, x: Tensor) -> bool:
         """Whether channels are dimension 1 of x, and of what the layer gives."""
-        raise NotImplementedError
+        ...
 
     def as_images(self, x: Tensor) -> Tensor:
         """Input or output x as (N, channels, H, W)."""
-        raise NotImplementedError
+        ...
 
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        """Value and codes of the images x; see the operators."""
-        raise NotImplementedError
+    def check(self, x: Tensor) -> None:
+        """Raise QuantizationError naming the layer unless x has a shape that it takes."""
+        ...
 
-    def run(self, x: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
-        """Value and codes behind the layer and what follows: `norm`, `other`, `cap`, `first`, `second`, `keep`."""
-        self.check_shape(x)
-        shape = self.output_shape(x)
-        images = None if other is None else self.as_images(other)
-        outputs = self.run_images(self.as_images(x), images, **finish)
-        return cast(
-            Outputs, tuple(out.reshape(shape) if out.dim() == 4 and out.shape != shape else out for out in outputs)
-        )
+    def filters(self, rows: Tensor) -> Tensor:
+        """A view of the weight `rows` in the order of the kernels: (K, R, S, C / groups)."""
+        ...
 
-    def check_shape(self, x: Tensor) -> None:
-        """Raise QuantizationError naming this layer unless x has a shape that it takes."""
-        raise NotImplementedError
+    def rows(self, filters: Tensor) -> Tensor:
+        """The way back."""
+        ...
 
 
-class ConvShapes(KernelLayer, nn.Conv2d):
-    """The shapes of a convolution. Abstract."""
+class ConvShapes:
+    """The shapes of a two-dimensional convolution."""
+
+    def __init__(self, layer: Any, name: str):
+        padding = padding_of(layer)
+        assert padding is not None
+        self.name, self.in_channels, self.out_channels = name, layer.in_channels, layer.out_channels
+        self.kernel_size = layer.kernel_size
+        self.windows = Windows(layer.stride, padding, layer.dilation, layer.groups)
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
-        padding = padding_of(self)
-        assert padding is not None
+        """As many pixels as places of the filter."""
+        stride, padding, dilation, _ = self.windows
         sizes = (
-            (x.shape[i - 2] + 2 * padding[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1) // self.stride[i] + 1
+            (x.shape[i - 2] + 2 * padding[i] - dilation[i] * (self.kernel_size[i] - 1) - 1) // stride[i] + 1
             for i in range(2)
         )
         return *x.shape[:-3], self.out_channels, *sizes
 
     def is_batch(self, x: Tensor) -> bool:
+        """An image alone has none."""
         return x.dim() == 4
 
     def as_images(self, x: Tensor) -> Tensor:
+        """An image alone is a batch of one."""
         return x[None] if x.dim() == 3 else x
 
-    def check_shape(self, x: Tensor) -> None:
+    def check(self, x: Tensor) -> None:
+        """Images of the right channels, no smaller than the filter."""
         if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
             expected = f"({self.in_channels}, height, width) behind a batch or alone"
-            raise QuantizationError(f"layer {self.called!r}: its input is {tuple(x.shape)}, expected {expected}")
+            raise QuantizationError(f"layer {self.name!r}: its input is {tuple(x.shape)}, expected {expected}")
         if min(self.output_shape(x)[-2:]) < 1:
-            raise QuantizationError(f"layer {self.called!r}: its input {tuple(x.shape)} is smaller than its filter")
+            raise QuantizationError(f"layer {self.name!r}: its input {tuple(x.shape)} is smaller than its filter")
+
+    def filters(self, rows: Tensor) -> Tensor:
+        """Channels last."""
+        return rows.permute(0, 2, 3, 1)
+
+    def rows(self, filters: Tensor) -> Tensor:
+        """Channels first."""
+        return filters.permute(0, 3, 1, 2)
 
 
-class LinearShapes(KernelLayer, nn.Linear):
-    """The shapes of a linear layer. Abstract."""
+class LinearShapes:
+    """The shapes of a linear layer."""
+
+    windows = Windows()
+
+    def __init__(self, layer: Any, name: str):
+        self.name, self.in_features, self.out_features = name, layer.in_features, layer.out_features
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
+        """The last dimension changes."""
         return *x.shape[:-1], self.out_features
 
     def is_batch(self, x: Tensor) -> bool:
+        """Rows of features."""
         return x.dim() == 2
 
     def as_images(self, x: Tensor) -> Tensor:
+        """One pixel each."""
         return x.reshape(-1, x.shape[-1], 1, 1)
 
-    def check_shape(self, x: Tensor) -> None:
+    def check(self, x: Tensor) -> None:
+        """The right number of features."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             expected = f"(..., {self.in_features})"
-            raise QuantizationError(f"layer {self.called!r}: its input is {tuple(x.shape)}, expected {expected}")
+            raise QuantizationError(f"layer {self.name!r}: its input is {tuple(x.shape)}, expected {expected}")
+
+    def filters(self, rows: Tensor) -> Tensor:
+        """Filters of one pixel."""
+        return rows[:, None, None, :]
+
+    def rows(self, filters: Tensor) -> Tensor:
+        """The pixel of each."""
+        return filters[:, 0, 0]
 
 
-def padding_of(conv: nn.Conv2d) -> tuple[int, int] | None:
+SHAPES: dict[str, Callable[[Any, str], Shapes]] = {CONV2D.name: ConvShapes, LINEAR.name: LinearShapes}
+
+
+def run_as_images(shapes: Shapes, x: Tensor, end: Epilogue, run: Callable[[Tensor, Epilogue], Outputs]) -> Outputs:
+    """What `run` gives for x as images, in the layer's own shape."""
+    shapes.check(x)
+    shape = shapes.output_shape(x)
+    if end.residual is not None:
+        end = end._replace(residual=shapes.as_images(end.residual))
+    outputs = run(shapes.as_images(x), end)
+    return cast(Outputs, tuple(out.reshape(shape) if out.dim() == 4 and out.shape != shape else out for out in outputs))
+
+
+def padding_of(conv: Any) -> tuple[int, int] | None:
     """Rows and columns of zeros on either side, None if both sides differ or other values stand there."""
     if conv.padding_mode != "zeros":
         return None

@@ -1,7 +1,7 @@
 """The operands of a whole model in a few flat buffers, so that a switch of all of it is one launch.
 
-    master    the stored codes of all layers, in the order of the kernels; the layers' `stored` are views of it
-    active    the integers at the widths in use, laid out alike; the layers' `integers` are views of it
+    master    the stored codes of all layers, in the order of the kernels; the codes' `stored` are views of it
+    active    the integers at the widths in use, laid out alike; the engines' `integers` are views of it
     table     every other operand of layers and norms at every choice of widths, in rows
     words     the rows in use; the operands are views of it
 
@@ -10,8 +10,6 @@ allocated there, and no operand moves, so recorded CUDA graphs stay valid and fo
 another device does move them: the views are then gone, which is seen by looking, and everything is laid out anew.
 """
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +20,15 @@ from torch import Tensor, nn
 from bitdial.dial.dial import Board, Selection
 from bitdial.errors import ConfigError
 from bitdial.kernels.in_place import BLOCK_WORDS, Numbers, send
-from bitdial.kernels.switch_ops import BLOCK_BYTES, switch_
+from bitdial.kernels.switch_ops import BLOCK_BYTES
+from bitdial.live.codes import StoredCodes
 from bitdial.live.engines.integer.operands import Tables
+from bitdial.live.engines.integer.operators import switch_
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
 
 
-class Codes(NamedTuple):
+class CodeOperand(NamedTuple):
     """Stored codes as they lie in the master, and how they are narrowed; see `bitdial.kernels.switch_ops`."""
 
     filters: Tensor
@@ -38,37 +38,47 @@ class Codes(NamedTuple):
 
 
 class BoardPart(nn.Module):
-    """A layer or norm whose operands lie on a switchboard. Abstract."""
+    """The operands of a layer or norm, its `owner`, that lie on a switchboard; they are its buffers. Abstract.
 
-    board: "Switchboard | None" = None
-    bit_choices: tuple[int, ...]
-    selects: tuple[str, str]  # the attributes that say what is selected
+    `selects` are the owner's two attributes that say what is selected.
+    """
+
+    def __init__(self, owner: nn.Module, selects: tuple[str, str], bit_choices: tuple[int, ...]):
+        super().__init__()
+        self._owner = (owner,)  # not a submodule: this is one of the owner's
+        self.board: Switchboard | None = None
+        self.selects, self.bit_choices = selects, bit_choices
+
+    @property
+    def owner(self) -> nn.Module:
+        """The layer or norm that the operands are of."""
+        return self._owner[0]
 
     @property
     def selected(self) -> tuple[int, int]:
         """What is selected now."""
         first, second = self.selects
-        return getattr(self, first), getattr(self, second)
+        return getattr(self.owner, first), getattr(self.owner, second)
 
     def tables(self) -> list[Tables]:
         """The operands at every choice, those that change together in one."""
         raise NotImplementedError
 
-    @staticmethod
-    def wanted(bit_choices: tuple[int, ...], first: int, second: int) -> list[int]:
+    def wanted(self, first: int, second: int) -> list[int]:
         """What a selection needs: the weight's width, if there are codes, and the row of each of the tables."""
         raise NotImplementedError
 
-    def codes(self) -> Codes | None:
+    def code_operand(self) -> CodeOperand | None:
         """The stored codes, where there are any."""
         return None
 
-    def weight_of(self, filters: Tensor) -> Tensor:
-        """A view of `filters` in the order of the weight."""
+    @property
+    def code_source(self) -> StoredCodes:
+        """What holds the stored codes."""
         raise NotImplementedError
 
-    def take_codes(self, stored: Tensor, integers: Tensor) -> None:
-        """Make the views of the master, in the order of the weight, and of the active buffer the layer's own."""
+    def rows(self, filters: Tensor) -> Tensor:
+        """A view of `filters` as the weight in rows."""
         raise NotImplementedError
 
 
@@ -94,15 +104,6 @@ class _Needs(NamedTuple):
     attributes: dict[str, int]
 
 
-@functools.cache
-def _needs(
-    wanted: Callable[[tuple[int, ...], int, int], list[int]], selects: tuple[str, str], bit_choices: tuple[int, ...]
-) -> dict[tuple[int, int], _Needs]:
-    """The needs for every selection; parts of a kind share them."""
-    pairs = [(first, second) for first in bit_choices for second in bit_choices]
-    return {pair: _Needs(wanted(bit_choices, *pair), dict(zip(selects, pair, strict=True))) for pair in pairs}
-
-
 class Switchboard(Board[_Steps]):
     """Switches the layers and norms of a model together. `layers` and `norms`: all that `set_bits` knows, by name."""
 
@@ -125,18 +126,24 @@ class Switchboard(Board[_Steps]):
         """Put `part`, which the model has by this name, on the board."""
         part.board = self
         self._parts[name] = part
-        self._needs[part] = _needs(part.wanted, part.selects, part.bit_choices)
+        pairs = [(first, second) for first in part.bit_choices for second in part.bit_choices]
+        needs = {pair: _Needs(part.wanted(*pair), dict(zip(part.selects, pair, strict=True))) for pair in pairs}
+        for shared in self._needs.values():  # parts of a kind share them
+            if shared == needs:
+                needs = shared
+                break
+        self._needs[part] = needs
 
     # --- switching --------------------------------------------------------------------------------
 
     def select_alone(self, part: BoardPart, first: int, second: int) -> None:
         """Select these widths for `part`."""
-        self.follow()
+        self.rebind()
         needs = self._needs[part][first, second]
         numbers = self._held.copy()
         numbers[self._keys[part]] = needs.numbers
-        self._bring(numbers)
-        vars(part).update(needs.attributes)
+        self._upload(numbers)
+        vars(part.owner).update(needs.attributes)
 
     def reload(self, part: BoardPart) -> None:
         """Make the operands of `part` anew, in place, after what they are made from has changed."""
@@ -146,7 +153,7 @@ class Switchboard(Board[_Steps]):
             self._held[self._keys[part]] = NOTHING
         self.select_alone(part, *part.selected)
 
-    def follow(self) -> None:
+    def rebind(self) -> None:
         """Lay everything out anew if the parts' operands have been moved away."""
         if not self._is_bound():
             self.bind()
@@ -166,15 +173,15 @@ class Switchboard(Board[_Steps]):
         others = {name: pair for name, pair in chosen.items() if name not in self._parts}
         return _Steps(np.array(numbers, np.int32), attributes, others)
 
-    def _take(self, steps: _Steps) -> None:
-        self.follow()
-        self._bring(steps.numbers)
+    def _apply(self, steps: _Steps) -> None:
+        self.rebind()
+        self._upload(steps.numbers)
         for part, attributes in zip(self._parts.values(), steps.attributes, strict=True):
-            part.__dict__.update(attributes)  # setting attributes of modules one by one takes far longer
+            vars(part.owner).update(attributes)  # setting attributes of modules one by one takes far longer
         for name, pair in steps.others.items():
             self.select(name, *pair)
 
-    def _bring(self, numbers: Numbers) -> None:
+    def _upload(self, numbers: Numbers) -> None:
         """Bring the operands to `numbers`, where these are new."""
         changes = numbers != self._held
         if changes.any():
@@ -202,54 +209,59 @@ class Switchboard(Board[_Steps]):
         self._bind_words(device)
         self._wanted = torch.zeros(2, len(numbers), dtype=torch.int32, device=device)
         self._held = np.full(len(numbers), NOTHING, np.int32)
-        self._bring(np.array(numbers, np.int32))
+        self._upload(np.array(numbers, np.int32))
 
     def _device(self) -> torch.device:
-        devices = {tensor.device for part in self._parts.values() for tensor in (*part.parameters(), *part.buffers())}
+        devices = {t.device for part in self._parts.values() for t in (*part.owner.parameters(), *part.owner.buffers())}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ConfigError(f"the layers of a live model lie on {names}; move the whole model to one device")
         return devices.pop() if devices else torch.device("cpu")
 
     def _bind_codes(self, device: torch.device) -> None:
-        """Lay out the codes, each layer's from a multiple of BLOCK_BYTES on; layers on one weight share the stored."""
+        """Lay out the codes, each layer's from a multiple of BLOCK_BYTES on; layers on one weight share the stored.
+
+        The stored ones first: what they were taken from may be gone before there is room for the others.
+        """
         lines: list[tuple[int, ...]] = []
-        found: list[tuple[BoardPart, Codes, int, int]] = []
+        found: list[tuple[BoardPart, int, int, torch.Size]] = []
         starts: dict[int, int] = {}  # of stored codes in the master
         stored = active = 0  # bytes so far
         for part in self._parts.values():
-            if (codes := part.codes()) is None:
+            if (codes := part.code_operand()) is None:
                 continue
             size = -(-codes.filters.numel() // BLOCK_BYTES) * BLOCK_BYTES
-            weight = id(part._buffers["stored"])
+            weight = id(part.code_source._buffers["stored"])
             if weight not in starts:
                 starts[weight] = stored
                 stored += size
-            how = (codes.high, codes.second, codes.grid)
             for at in range(0, size, BLOCK_BYTES):
-                lines.append((self._keys[part].start, (starts[weight] + at) // 4, (active + at) // 4, *how))
-            found.append((part, codes, starts[weight], active))
+                lines.append((self._keys[part].start, (starts[weight] + at) // 4, (active + at) // 4, *codes[1:]))
+            found.append((part, starts[weight], active, codes.filters.shape))
             active += size
+        codes = None  # it holds what it was taken from
         self.master = torch.zeros(stored, dtype=torch.int8, device=device)
-        self.active = torch.zeros(active, dtype=torch.int8, device=device)
         self._code_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 6)
         weights: dict[int, Tensor] = {}
-        for part, codes, source, target in found:
-            shape, count = codes.filters.shape, codes.filters.numel()
+        for part, source, _, shape in found:
             if source not in weights:
-                filters = self.master[source : source + count].view(shape).copy_(codes.filters)
-                weights[source] = part.weight_of(filters)
-            part.take_codes(weights[source], self.active[target : target + count].view(shape))
-            self._remember(part, "stored", "integers")
+                weights[source] = part.rows(self.master[source : source + shape.numel()].view(shape))
+                weights[source].copy_(part.code_source.stored)
+            part.code_source.stored = weights[source]
+            self._remember(part.code_source, "stored")
+        self.active = torch.zeros(active, dtype=torch.int8, device=device)
+        for part, _, target, shape in found:
+            part.register_buffer("integers", self.active[target : target + shape.numel()].view(shape), persistent=False)
+            self._remember(part, "integers")
 
     def _bind_words(self, device: torch.device) -> None:
         """Lay out the tables and the rows in use."""
         lines: list[tuple[int, ...]] = []
         found: list[tuple[BoardPart, Tables, int]] = []
-        tables_in_words: list[Tensor] = []
+        in_words: list[Tensor] = []
         start = end = 0  # words so far: of the tables, of the rows in use
         for part in self._parts.values():
-            key = self._keys[part].start + (part.codes() is not None)
+            key = self._keys[part].start + (part.code_operand() is not None)
             self._places[part] = []
             for tables in part.tables():
                 table = _words(tables)
@@ -258,9 +270,9 @@ class Switchboard(Board[_Steps]):
                     lines.append((key, start + at, end + at, stride, min(BLOCK_WORDS, stride - at)))
                 self._places[part].append(_Place(start, table.numel()))
                 found.append((part, tables, end))
-                tables_in_words.append(table.flatten())
+                in_words.append(table.flatten())
                 start, end, key = start + table.numel(), end + stride, key + 1
-        self.table = torch.cat([torch.zeros(0, dtype=torch.int32, device=device), *tables_in_words])
+        self.table = torch.cat([torch.zeros(0, dtype=torch.int32, device=device), *in_words])
         self.words = torch.zeros(end, dtype=torch.int32, device=device)
         self._word_blocks = torch.tensor(lines, dtype=torch.int32, device=device).view(-1, 5)
         for part, tables, at in found:
@@ -271,11 +283,10 @@ class Switchboard(Board[_Steps]):
                 self._remember(part, name)
                 at += count
 
-    def _remember(self, part: BoardPart, *names: str) -> None:
-        for name in names:
-            view = part._buffers[name]
-            assert view is not None
-            self._views.append((part._buffers, name, view))
+    def _remember(self, holder: nn.Module, name: str) -> None:
+        view = holder._buffers[name]
+        assert view is not None
+        self._views.append((holder._buffers, name, view))
 
     def bytes_held(self) -> dict[str, int]:
         """The memory of the buffers, by what they hold."""

@@ -1,0 +1,44 @@
+"""The float engine: weights are dequantised when the dial turns, and torch's kernels run, as in training.
+
+Its outputs are those of the trained model, bit for bit.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bitdial.live.layers import LiveLayer
+
+
+class FloatEngine(nn.Module):
+    """Holds `active`: the dequantised weight at the selected width, in the layer's own order."""
+
+    name = "float kernels"
+    active: Tensor
+
+    def __init__(self, layer: LiveLayer):
+        super().__init__()
+        active = torch.empty(layer.weight_shape, dtype=layer.like.dtype, device=layer.codes.scale.device)
+        self.register_buffer("active", active, persistent=False)
+
+    def select(self, layer: LiveLayer, weight_bits: int, act_bits: int) -> None:
+        """Dequantise the weight at `weight_bits` into `active`, in place."""
+        self.active.copy_(layer.kind.from_rows(layer, layer.codes.weight_values(weight_bits)))
+
+    def refresh(self, layer: LiveLayer) -> None:
+        """Dequantise the weight anew."""
+        self.select(layer, layer.weight_bits, layer.act_bits)
+
+    def multiply(self, layer: LiveLayer, x: Tensor) -> Tensor:
+        """The product of the dequantised input with the dequantised weight."""
+        return layer.kind.product(layer, layer.quantized_input(x), self.active, layer.bias)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The weight in use."""
+        return {"active": [self.active]}
+
+
+def run_on_float(model: nn.Module) -> None:
+    """Give every layer of `model` that has no engine this one, in place."""
+    for layer in model.modules():
+        if isinstance(layer, LiveLayer) and layer.engine is None:
+            layer.run_on(FloatEngine(layer))
