@@ -117,11 +117,12 @@ def unpack_words(words: Tensor, fields: Sequence[int], bits: int, rows: int, col
 
 
 def pack_scales(scales: Tensor, columns: int) -> Tensor:
-    """Scales (rows, groups), uint8 or float32, of a weight of `columns` columns in the order of its tiles; zeros after it.
+    """Scales (rows, groups), uint8 or float32, of a weight of `columns` columns in the order of its tiles.
 
-    A **chunk** is the longest run of columns that divides both a group and a tile, so that it has one scale: 32, 64, 128
-    or 256 columns. The result (row tiles, column tiles, 8, chunks, 2) has one for each chunk of each row of a tile, at
-    [row % 8, chunk, row // 8], so that the threads of a warp, which have two rows each, find theirs in one piece.
+    A **run** is the longest run of columns that divides both a group and a tile, so that it has one scale: 32, 64, 128
+    or 256 columns. The result (row tiles, column tiles, 8, runs, 2) has one for each run of each row of a tile, at
+    [row % 8, run, row // 8], so that the threads of a warp, which have two rows each, find theirs in one piece;
+    zeros after the last row and column.
     """
     if scales.dim() != 2 or scales.dtype not in (torch.uint8, torch.float32) or scales.numel() == 0:
         found = f"{scales.dtype} {tuple(scales.shape)}"
@@ -133,19 +134,19 @@ def pack_scales(scales: Tensor, columns: int) -> Tensor:
             f"{groups} groups of {columns} columns: packed weights take groups of a multiple of {LEAST_GROUP} columns, "
             "each of as many; use kernels='float' for others"
         )
-    chunk = math.gcd(group, TILE_COLUMNS)
+    run = math.gcd(group, TILE_COLUMNS)
     _, down, across, _ = words_shape((), rows, columns)
-    chunks = scales.repeat_interleave(group // chunk, dim=1)
-    padding = (0, across * TILE_COLUMNS // chunk - chunks.shape[1], 0, down * TILE_ROWS - rows)
-    parts = torch.nn.functional.pad(chunks, padding).reshape(down, 2, 8, across, TILE_COLUMNS // chunk)
+    runs = scales.repeat_interleave(group // run, dim=1)
+    padding = (0, across * TILE_COLUMNS // run - runs.shape[1], 0, down * TILE_ROWS - rows)
+    parts = torch.nn.functional.pad(runs, padding).reshape(down, 2, 8, across, TILE_COLUMNS // run)
     return parts.permute(0, 3, 2, 4, 1).contiguous()
 
 
 def unpack_scales(packed: Tensor, rows: int, columns: int) -> Tensor:
-    """The scales (rows, chunks of a row) that `pack_scales` made; chunks are the groups, or parts of them."""
-    down, across, _, chunks, _ = packed.shape
-    scales = packed.permute(0, 4, 2, 1, 3).reshape(down * TILE_ROWS, across * chunks)
-    return scales[:rows, : columns * chunks // TILE_COLUMNS].contiguous()
+    """The scales (rows, runs of a row) that `pack_scales` made; runs are the groups, or parts of them."""
+    down, across, _, runs, _ = packed.shape
+    scales = packed.permute(0, 4, 2, 1, 3).reshape(down * TILE_ROWS, across * runs)
+    return scales[:rows, : columns * runs // TILE_COLUMNS].contiguous()
 
 
 def _to_slots(codes: Tensor, shape: Sequence[int]) -> Tensor:

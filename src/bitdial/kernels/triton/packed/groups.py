@@ -1,15 +1,15 @@
 """Scales per group of inputs in the kernel for few tokens: how they are loaded, and how they meet the sums.
 
-`word_layout.pack_scales` draws how they lie in memory: CHUNKS in each row of a tile, bytes or float32. Weights enter the
+`word_layout.pack_scales` draws how they lie in memory: RUNS in each row of a tile, bytes or float32. Weights enter the
 product as c + offset, exactly, so the scales can only meet float32 sums. There are two ways:
 
-    between   the sums of a chunk are made anew, multiplied by its scale and added to the total: for any number of tokens.
-    spread    a tensor core multiplies by 8 tokens at a time. Where there is one token, the other 7 columns are free: its
-              numbers of chunk i go to column i * 8 / CHUNKS, and zeros to all others, so the sums of all chunks lie
-              beside each other in one accumulator. They meet their scales once a tile, and each other at the very end.
+    between   the sums of a run are made anew, multiplied by its scale and added to the total: any number of tokens.
+    spread    a tensor core multiplies by 8 tokens at a time. Where there is one token, the other 7 columns are free:
+              its numbers of run i go to column i * 8 / RUNS, and zeros to all others, so the sums of all runs lie
+              beside each other in one accumulator. They meet their scales once a tile, each other at the very end.
 
-For a tile of 4 chunks of bytes a thread has 1 load, 2 conversions, 4 additions and 4 multiply-adds more than with a
-scale per row where chunks are spread; between them, up to 8 tokens, 1, 8, 16 and 16.
+For a tile of 4 runs of bytes a thread has 1 load, 2 conversions, 4 additions and 4 multiply-adds more than with a
+scale per row where runs are spread; between them, up to 8 tokens, 1, 8, 16 and 16.
 
 Thread t of a warp holds the sums of rows t // 4 and t // 4 + 8, and of tokens 2 * (t % 4) and one more. The scales of
 these two rows lie beside each other, and threads that need the same ones load them from one address: nothing moves
@@ -34,11 +34,11 @@ class Scales(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """What the kernel knows of groups when it is compiled; `chunks` is 0 where there is a scale per row only."""
+    """What the kernel knows of groups when it is compiled; `runs` is 0 where there is a scale per row only."""
 
-    chunks: int = 0
+    runs: int = 0
     spread: bool = False
-    count: int = 1  # scales that a thread has of each of its two rows for a tile
+    each: int = 1  # scales that a thread has of each of its two rows for a tile
     loads: int = 1  # in so many loads,
     size: int = 2  # of so many bytes each
 
@@ -47,11 +47,11 @@ def grouping(group_scale: Tensor | None, spread: bool) -> Grouping:
     """How the kernel deals with these scales; `spread` is for one token only."""
     if group_scale is None:
         return Grouping()
-    chunks = group_scale.shape[3]
-    count = max(chunks // 4, 1) if spread else chunks
-    all_bytes = 2 * count * group_scale.element_size()
+    runs = group_scale.shape[3]
+    each = max(runs // 4, 1) if spread else runs
+    all_bytes = 2 * each * group_scale.element_size()
     size = min(all_bytes, 8)
-    return Grouping(chunks, spread, count, all_bytes // size, size)
+    return Grouping(runs, spread, each, all_bytes // size, size)
 
 
 @triton.jit
@@ -102,15 +102,15 @@ def _pair(loaded, INDEX: tl.constexpr, GROUPING: tl.constexpr):  # type: ignore[
 @triton.jit
 def sums_scale(  # type: ignore[no-untyped-def]
     loaded,
-    CHUNK: tl.constexpr,
+    RUN: tl.constexpr,
     GROUPING: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
     ROW_TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """What the sums (warps, rows, tokens) are multiplied by: the scale of CHUNK, or, spread, those of all chunks."""
-    FIRST: tl.constexpr = 0 if GROUPING[1] else CHUNK
-    SECOND: tl.constexpr = GROUPING[2] - 1 if GROUPING[1] else CHUNK
+    """What the sums (warps, rows, tokens) are multiplied by: the scale of RUN, or, spread, those of all runs."""
+    FIRST: tl.constexpr = 0 if GROUPING[1] else RUN
+    SECOND: tl.constexpr = GROUPING[2] - 1 if GROUPING[1] else RUN
     scale = tl.join(_pair(loaded, FIRST, GROUPING), _pair(loaded, SECOND, GROUPING))
     if TOKEN_TILES == 2:
         scale = tl.join(scale, scale)

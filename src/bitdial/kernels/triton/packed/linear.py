@@ -6,7 +6,8 @@ from memory in the order in which a thread needs them (see `layouts`), 16 bytes 
 fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
 results repeat from run to run. More tokens are left to `triton_unpack`.
 
-Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums.
+Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums, and the scales of groups of
+inputs while they are summed: see `groups`.
 """
 
 from typing import Any, NamedTuple
@@ -67,9 +68,9 @@ def _few(  # type: ignore[no-untyped-def]
     # What is loaded has two dimensions: the last lies in one piece in memory, and the first runs over what the threads
     # of a warp share, then the warps, then what one thread has in turn. Triton hands out 16 bytes a thread in that very
     # order, and the reshapes and permutations below move nothing.
-    CHUNKS: tl.constexpr = GROUPING[0]
+    RUNS: tl.constexpr = GROUPING[0]
     SPREAD: tl.constexpr = GROUPING[1]
-    PAIRS: tl.constexpr = 8 if SPREAD or CHUNKS == 0 else 8 // CHUNKS  # of slots that are summed before they are scaled
+    PAIRS: tl.constexpr = 8 if SPREAD or RUNS == 0 else 8 // RUNS  # of slots that are summed before they are scaled
     split = tl.program_id(1)
     lead = tl.arange(0, ROW_TILES * WARPS)
     row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
@@ -88,7 +89,8 @@ def _few(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + per_split, tl.cdiv(column_tiles, WARPS))
     tile = first * WARPS + lead % WARPS
     words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
-    if CHUNKS > 0:
+    next_scales = ()
+    if RUNS > 0:
         next_scales = load_scales(group_ptr, row_tile, tile, rows, column_tiles, GROUPING)
     for step in range(first, end):
         tile = step * WARPS + lead % WARPS
@@ -97,21 +99,21 @@ def _few(  # type: ignore[no-untyped-def]
         cells = whole_codes(words, PIECES, RANGES)
         if AHEAD:
             words = _words(words_ptr, word_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
-        if CHUNKS > 0:
-            scales = next_scales
+        scales = next_scales
+        if RUNS > 0:
             next_scales = load_scales(group_ptr, row_tile, tile + WARPS, rows, column_tiles, GROUPING)
         x_tile = step * WARPS + x_warp
         for two in tl.static_range(8):
             column = (x_tile * 256 + two * 32)[:, None]
             x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
             if SPREAD:
-                x_live = ((token == two * CHUNKS // 8 * (8 // CHUNKS)) & (x_tile < column_tiles))[:, None]
+                x_live = ((token == two * RUNS // 8 * (8 // RUNS)) & (x_tile < column_tiles))[:, None]
             if not EVEN:
                 x_live = x_live & (column + inside[None, :] < columns)
             x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
             x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
-            if CHUNKS > 0:
+            if RUNS > 0:
                 if two % PAIRS == 0:
                     sums = tl.zeros_like(total)
                     more = tl.zeros_like(total)
