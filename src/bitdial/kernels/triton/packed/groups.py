@@ -37,13 +37,13 @@ class Grouping(NamedTuple):
     """What the kernel knows of groups when it is compiled; `runs` is 0 where there is a scale per row only."""
 
     runs: int = 0
-    spread: bool = False
+    spread: int = 0  # in so many chains of products; 0: between
     each: int = 1  # scales that a thread has of each of its two rows for a tile
     loads: int = 1  # in so many loads,
     size: int = 2  # of so many bytes each
 
 
-def grouping(group_scale: Tensor | None, spread: bool) -> Grouping:
+def grouping(group_scale: Tensor | None, spread: int) -> Grouping:
     """How the kernel deals with these scales; `spread` is for one token only."""
     if group_scale is None:
         return Grouping()

@@ -34,7 +34,7 @@ class FewSettings(NamedTuple):
     ahead: bool = True  # words of the next step are loaded before those of this one are used
     stages: int = 1  # more than one: through shared memory, by Triton's pipeline
     registers: int | None = None  # a limit, so that more warps fit
-    spread: bool = True  # at one token, the sums of groups beside each other: see `groups`
+    spread: int = 2  # at one token, the sums of groups beside each other, in so many chains: see `groups`
 
 
 @triton.jit(do_not_specialize=["tokens", "column_tiles"])
@@ -118,10 +118,13 @@ def _few(  # type: ignore[no-untyped-def]
                     sums = tl.zeros_like(total)
                     more = tl.zeros_like(total)
                 sums = _slot_product(cells, even, sums, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                if SPREAD == 2:
+                    more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                else:
+                    sums = _slot_product(cells, odd, sums, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
                 if (two + 1) % PAIRS == 0:
                     scale = sums_scale(scales, two // PAIRS, GROUPING, TOKEN_TILES, ROW_TILES, WARPS)
-                    total += (sums + more) * scale
+                    total += (sums + more if SPREAD == 2 else sums) * scale
             else:
                 total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
                 other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
@@ -229,12 +232,14 @@ def linear(
     constants = {
         "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "DTYPE": DTYPES[x.dtype]
     }  # fmt: skip
+    if group_scale is not None and group_scale.data_ptr() % 8:
+        group_scale = group_scale.clone()  # it is read 8 bytes at a time
     scales = Scales(scale, group_scale, 2.0 ** (reading.high - bits))
     if tokens > FEW_TOKENS:
         triton_unpack.many(x, words, scales, bias, y, constants)
         return y
     if settings is None:
-        settings = few_settings(tokens, rows, x.shape[1], bits)
+        settings = with_room_for_groups(few_settings(tokens, rows, x.shape[1], bits), tokens, bits, group_scale)
     _few_tokens(x, words, scales, bias, y, constants, settings)
     return y
 
@@ -252,7 +257,7 @@ def _few_tokens(
     (tokens, columns), rows, splits = x.shape, y.shape[1], settings.splits
     _, row_tiles, column_tiles, tile_words = words.shape
     sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, scales.factor
-    grouped = grouping(scales.group, spread=settings.spread and tokens == 1)
+    grouped = grouping(scales.group, spread=settings.spread if tokens == 1 else 0)
     out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     some_bias = scales.row if bias is None else bias
     limit = {} if settings.registers is None else {"maxnreg": settings.registers}
@@ -292,3 +297,18 @@ def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings
     while programs * splits < 128 and splits * 2 <= steps:
         splits *= 2
     return FewSettings(warps=warps, splits=splits, registers=registers)
+
+
+def with_room_for_groups(settings: FewSettings, tokens: int, bits: int, group_scale: Tensor | None) -> FewSettings:
+    """`settings` with a limit on registers within which nothing is spilled, by counting what the compiler takes.
+
+    Scales that are bytes fit at one token, and up to 16 tokens in groups of 64 and more up to 4 bits.
+    """
+    if group_scale is None or settings.registers is None:
+        return settings
+    in_bytes, runs = group_scale.element_size() == 1, group_scale.shape[3]
+    if tokens == 1:
+        fits = in_bytes or bits <= 4
+    else:
+        fits = bits <= 4 and runs <= 4
+    return settings if fits else settings._replace(registers=112 if tokens == 1 else 168)

@@ -95,29 +95,30 @@ def _grouped_product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """y (tokens, rows of all_rows) = x @ the matrix (rows, columns) with a scale for each run, plus the bias.
 
-    STEP columns at a time, which divide a run.
+    STEP columns at a time, which divide a run. Rows are the left operand: a thread then has the sums of two of them, or
+    a few, and no more scales to load.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = tl.arange(0, STEP)
-    x_at = x_ptr + (token * columns)[:, None] + inside[None, :]
-    weight_at = matrix_ptr + (row.to(tl.int64) * (column_tiles * 256))[None, :] + inside[:, None]
+    x_at = x_ptr + (token * columns)[None, :] + inside[:, None]
+    weight_at = matrix_ptr + (row.to(tl.int64) * (column_tiles * 256))[:, None] + inside[None, :]
     # in `pack_scales`' order: row tile, column tile, row % 8, run, row // 8
     group_at = group_ptr + row.to(tl.int64) // 16 * (column_tiles * (16 * RUNS))
     group_at += row % 8 * (2 * RUNS) + row // 8 % 2
-    live_tokens, live_rows = (token < tokens)[:, None], (row < rows)[None, :]
-    total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+    live_tokens, live_rows = (token < tokens)[None, :], (row < rows)[:, None]
+    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for step in range(columns // STEP):
         x = tl.load(x_at + step * STEP, mask=live_tokens, other=0.0)
         weight = tl.load(weight_at + step * STEP, mask=live_rows, other=0.0)
         run = step * STEP // (256 // RUNS)
         at = group_at + (run // RUNS * (16 * RUNS) + run % RUNS * 2)
         scale = tl.load(at, mask=row < rows, other=0).to(tl.float32)
-        total += product(x, weight, tl.zeros((TOKENS, ROWS), dtype=tl.float32)) * scale[None, :]
-    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[None, :]
+        total += product(weight, x, tl.zeros((ROWS, TOKENS), dtype=tl.float32)) * scale[:, None]
+    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
     if HAS_BIAS:
-        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
-    place = (token * all_rows)[:, None] + row[None, :]
+        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    place = (token * all_rows)[None, :] + row[:, None]
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=live_tokens & live_rows)
 
 
