@@ -2,9 +2,9 @@
 
 The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to 8 or 16, the right one. A
 program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the end. Packed words come
-from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where there are too few rows to
-fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
-results repeat from run to run. More tokens are left to `triton_unpack`.
+from memory in the order in which a thread needs them (see `word_layout`), 16 bytes a load. Where there are too few rows
+to fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
+results repeat from run to run. More tokens are left to `unpack`.
 
 Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums, and the scales of groups of
 inputs while they are summed: see `groups`.
