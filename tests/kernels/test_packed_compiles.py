@@ -126,15 +126,14 @@ def test_nested_weights_for_one_token(compiled: dict[str, Compiled], bits: int) 
     assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
-@pytest.mark.parametrize("scales", [torch.uint8, torch.float32])
-@pytest.mark.parametrize("bits", CHOICES)
-def test_groups_for_one_token(compiled: dict[str, Compiled], bits: int, scales: torch.dtype) -> None:
-    """One load more a tile, or two, and no more products: the sums of groups lie beside each other."""
-    for group in (32, 64, 128):
-        run(nested_fields(CHOICES), bits, torch.zeros(1, 4096, dtype=torch.bfloat16), rows=14336, group=group,
-            scales=scales)  # fmt: skip
+def test_groups_for_one_token(compiled: dict[str, Compiled]) -> None:
+    """A load or two more for a tile, and no more products: the sums of groups lie beside each other."""
+    as_bytes = [(bits, 64, torch.uint8) for bits in CHOICES] + [(4, 32, torch.uint8), (2, 128, torch.uint8)]
+    for bits, group, scales in (*as_bytes, (8, 64, torch.float32), (6, 32, torch.float32), (4, 64, torch.float32)):
+        x = torch.zeros(1, 4096, dtype=torch.bfloat16)
+        run(nested_fields(CHOICES), bits, x, rows=14336, group=group, scales=scales)
         few = compiled["_few"]
-        assert few.spilled == 0
+        assert few.spilled == 0, (bits, group, scales)
         assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == bits + 8
         of_scales = 2 if (group, scales) == (32, torch.float32) else 1
         assert few.count(r"ld\.global", in_loop=True) == bits + 8 + of_scales
@@ -143,16 +142,16 @@ def test_groups_for_one_token(compiled: dict[str, Compiled], bits: int, scales: 
         assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
-@pytest.mark.parametrize("scales", [torch.uint8, torch.float32])
-def test_groups_for_sixteen_tokens(compiled: dict[str, Compiled], scales: torch.dtype) -> None:
-    for bits, group, rows in ((8, 64, 14336), (4, 64, 14336), (2, 64, 14336), (4, 32, 4096), (3, 128, 8192)):
-        run(nested_fields(CHOICES), bits, torch.zeros(16, 4096, dtype=torch.bfloat16), rows=rows, group=group,
-            scales=scales)  # fmt: skip
-        few = compiled["_few"]
-        tiles = 2 if bits == 2 else 1
-        assert few.spilled == 0
+def test_groups_for_sixteen_tokens(compiled: dict[str, Compiled]) -> None:
+    for bits, group, rows, scales in (
+        (8, 64, 14336, torch.uint8), (4, 64, 14336, torch.uint8), (2, 64, 14336, torch.uint8),
+        (4, 32, 4096, torch.uint8), (3, 128, 8192, torch.float32), (8, 32, 14336, torch.float32),
+    ):  # fmt: skip
+        x = torch.zeros(16, 4096, dtype=torch.bfloat16)
+        run(nested_fields(CHOICES), bits, x, rows=rows, group=group, scales=scales)
+        few, tiles, runs = compiled["_few"], 2 if bits == 2 else 1, 256 // group
+        assert few.spilled == 0, (bits, group, scales)
         assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == tiles * bits + 16
-        runs = 256 // group
         assert few.count(r"mma\.sync", in_loop=True) == tiles * 32
         assert few.count(r"fma\.rn\.f32\s", in_loop=True) == tiles * runs * 8
         assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
