@@ -115,16 +115,14 @@ def _few(  # type: ignore[no-untyped-def]
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
             if RUNS > 0:
                 if two % PAIRS == 0:
-                    sums = tl.zeros_like(total)
-                    more = tl.zeros_like(total)
+                    sums, more = tl.zeros_like(total), tl.zeros_like(total)
                 sums = _slot_product(cells, even, sums, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                if SPREAD == 2:
-                    more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                else:
-                    sums = _slot_product(cells, odd, sums, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                more = sums if SPREAD < 2 else more
+                more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                sums = more if SPREAD < 2 else sums
                 if (two + 1) % PAIRS == 0:
                     scale = sums_scale(scales, two // PAIRS, GROUPING, TOKEN_TILES, ROW_TILES, WARPS)
-                    total += (sums + more if SPREAD == 2 else sums) * scale
+                    total += (sums if SPREAD < 2 else sums + more) * scale
             else:
                 total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
                 other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
