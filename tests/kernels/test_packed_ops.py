@@ -218,7 +218,8 @@ def test_every_value_of_every_group_is_exact(monkeypatch: pytest.MonkeyPatch) ->
         for scale, given in ((torch.ones(rows), multipliers), (multipliers.float(), None)):
             weight = make(scheme, bits, rows, columns, scale, given)
             expected = weight.values.T.half().double()
-            assert torch.equal(weight.linear(tokens).double().cpu(), expected), group
+            step = columns // 128 * 2 + 1  # at least 17 tokens, and columns of every group
+            assert torch.equal(weight.linear(tokens[::step]).double().cpu(), expected[::step]), group
             assert torch.equal(weight.linear(tokens[picked]).double().cpu(), expected[picked]), group
             for at in (0, 33, columns // 2 + 1, columns - 1):
                 assert torch.equal(weight.linear(tokens[at, None]).double().cpu(), expected[at, None]), (group, at)
