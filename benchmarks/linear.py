@@ -2,9 +2,11 @@
 
     python benchmarks/linear.py                    # a table, and results/linear-h200.json
     python benchmarks/linear.py --sweep            # tries settings for few tokens, prints the best for each shape
+    python benchmarks/linear.py --group-size 0 64  # a scale for each row, and for each 64 inputs of a row, side by side
     python benchmarks/linear.py --tiny             # a try on any machine, under Triton's interpreter without a GPU
 
 `nested` reads one buffer at every width. `packed` has a buffer for each width, as double_rounding does after a switch.
+`nested g64` has scales of groups of 64 inputs as bytes beside a float32 for each row, `nested g64f` as float32.
 Each contender has so many copies of its weight that one round over them reads more than 256 MB, so no cache helps;
 a round is one CUDA graph; contenders alternate, and times are medians over rounds. The floor is the time in which a
 kernel that copies, measured in the same run, moves as many bytes as the layer must read and write: the weight's bits,
@@ -25,66 +27,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from linear_peers import PEERS, installed
+from linear_weights import BITS, Layer, Ours, Packed, packed_weight, with_settings
 from timing import add_arguments, copy_speed, medians, repeated, write_record
 from torch import Tensor
 
-from bitdial import functional as bf
-from bitdial.kernels.packed_ops import PackedWeight
-from bitdial.kernels.word_layout import pack_words, packed_fields
-
 HEADLINE = [(4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672)]
 SHAPES = [(2048, 2048), (2048, 8192), *HEADLINE]
-BITS = (8, 6, 4, 3, 2)
 MOST_CALLS, COLD_BYTES = 400, 300 << 20
-
-Layer = Callable[[Tensor], Tensor]
 
 
 # --- contenders ---------------------------------------------------------------------------------
 
 
-def quantized(shape: tuple[int, int], bits: int, scheme: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random 8-bit codes narrowed to `bits`, and scales of one step at 8 bits."""
-    generator = torch.Generator(device).manual_seed(seed)
-    codes = torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
-    scale = torch.rand(shape[0], generator=generator, device=device) * 1e-4 + 1e-4
-    return bf.narrow(codes, high=8, low=bits, scheme=scheme), scale
-
-
-def packed_weight(kind: str, shape: tuple[int, int], bits: int, seed: int, device: torch.device) -> PackedWeight:
-    """The weight as `nested` or as `packed` for one width."""
-    if kind == "nested":
-        return PackedWeight.nested(*quantized(shape, 8, "nested", seed, device), bit_choices=BITS, name="benchmark")
-    codes, scale = quantized(shape, bits, "double_rounding", seed, device)
-    fields = packed_fields(bits)
-    return PackedWeight(
-        name="benchmark", words=pack_words(codes, fields), scale=scale, columns=shape[1], fields=fields, high=8,
-        scheme="double_rounding",
-    )  # fmt: skip
-
-
-def values(weight: PackedWeight, bits: int) -> Tensor:
-    """What the packed weight says at `bits`, float32."""
-    return bf.dequantize(weight.codes(bits), weight.scale, shift=weight.high - bits, scheme=weight.scheme)
-
-
-def with_settings(weight: PackedWeight, bits: int, settings: Any) -> Layer:
-    """Our layer by its op, or with chosen settings."""
-    if settings is None:
-        return lambda x: weight.linear(x, bits)
-    from bitdial.kernels.triton.packed import linear as triton_linear
-
-    centred = bf.scheme_of(weight.scheme).offset == 0.5
-    return lambda x: triton_linear.linear(
-        x, weight.words, weight.scale, None, fields=weight.fields, bits=bits, high=weight.high, centred=centred,
-        settings=settings,
-    )  # fmt: skip
-
-
-def floor_bytes(shape: tuple[int, int], tokens: int, bits: float) -> float:
-    """What must be read and written: the weight, a scale a row unless it is bf16, tokens, outputs."""
+def floor_bytes(shape: tuple[int, int], tokens: int, bits: float, group_bytes: int = 0) -> float:
+    """What must be read and written: the weight, a scale a row unless it is bf16, those of groups, tokens, outputs."""
     rows, columns = shape
-    return rows * columns * bits / 8 + (4 * rows if bits < 16 else 0) + 2 * tokens * (rows + columns)
+    return rows * columns * bits / 8 + group_bytes + (4 * rows if bits < 16 else 0) + 2 * tokens * (rows + columns)
 
 
 def copies(shape: tuple[int, int], bits: float) -> int:
@@ -103,11 +61,12 @@ def check(name: str, y: Tensor, exact: Tensor, tolerance: float) -> None:
 
 
 class Contender(NamedTuple):
-    """Copies of a layer, what its weight says (rows, columns), and how far its output may be off."""
+    """Copies of a layer, what its weight says (rows, columns), how far its output may be off, its groups' scales."""
 
     layers: list[Layer]
     values: Tensor
     tolerance: float
+    group_bytes: int = 0
 
 
 class Bench:
@@ -129,18 +88,18 @@ class Bench:
         check(name, contender.layers[0](x), x.float() @ contender.values.T, contender.tolerance)
         return repeated([lambda layer=layer: layer(x) for layer in contender.layers], self.device)
 
-    def weights(self, kind: str, shape: tuple[int, int], bits: int) -> list[PackedWeight]:
+    def weights(self, kind: Ours, shape: tuple[int, int], bits: int) -> list[Packed]:
         """Our weight as often as a round needs it; other addresses are all that counts."""
         first = packed_weight(kind, shape, bits, 0, self.device)
-        others = range(self.count(shape, bits) - 1)
-        return [first, *(PackedWeight(**{**vars(first), "words": first.words.clone()}) for _ in others)]
+        return [first, *(first.copy() for _ in range(self.count(shape, bits) - 1))]
 
-    def ours(self, kind: str, shape: tuple[int, int], bits: int) -> Contender:
+    def ours(self, kind: Ours, shape: tuple[int, int], bits: int) -> Contender:
         weights = self.weights(kind, shape, bits)
-        return Contender([with_settings(weight, bits, None) for weight in weights], values(weights[0], bits), 0.02)
+        layers = [with_settings(weight, bits, None) for weight in weights]
+        return Contender(layers, weights[0].values, 0.02, kind.group_bytes(shape))
 
     def theirs(self, name: str, shape: tuple[int, int], bits: int) -> Contender | None:
-        weight = values(packed_weight("packed", shape, bits, 0, self.device), bits).to(torch.bfloat16)
+        weight = packed_weight(Ours("packed"), shape, bits, 0, self.device).values.to(torch.bfloat16)
         first = PEERS[name](weight.clone(), bits)
         if first is None:
             return None
@@ -158,9 +117,8 @@ class Bench:
         """All contenders at one shape; one width at a time, so that memory suffices."""
         for bits in self.options.bits:
             contenders: dict[str, Contender] = {"bf16": self.bf16(shape)}
-            for kind in self.options.kernels:
-                if kind == "packed" or bits in BITS:
-                    contenders[kind] = self.ours(kind, shape, bits)
+            for kind in kinds(self.options, [bits], shape):
+                contenders[kind.name] = self.ours(kind, shape, bits)
             errors: dict[str, str] = {}
             for name in self.options.peers:
                 with noting(name, errors):
@@ -189,15 +147,29 @@ class Bench:
         where = {"N": shape[0], "K": shape[1], "M": tokens}
         for name, taken in times.items():
             width = 16 if name == "bf16" else bits
-            floor = floor_bytes(shape, tokens, width) / self.speed
+            floor = floor_bytes(shape, tokens, width, contenders[name].group_bytes) / self.speed
             row = {"kernel": name, **where, "weight_bits": width, "act_bits": 16, "us": round(taken, 3)}
             row |= {"speedup_vs_bf16": round(times["bf16"] / taken, 3), "floor_share": round(floor / taken, 3)}
+            per_row = name.partition(" g")[0]
+            if per_row != name and per_row in times:
+                row["time_vs_per_row"] = round(taken / times[per_row], 3)
             print(line(row), flush=True)
             if name != "bf16" or bits == self.options.bits[0]:
                 yield row
         for name, error in errors.items():
             print(f"{name}: {error}", flush=True)
             yield {"kernel": name, **where, "weight_bits": bits, "act_bits": 16, "error": error}
+
+
+def kinds(options: argparse.Namespace, widths: list[int], shape: tuple[int, int] | None = None) -> list[Ours]:
+    """Our kinds of weights that have these widths, and groups that divide the columns of `shape`."""
+    found = []
+    for words, group in itertools.product(options.kernels, options.group_size):
+        if (words == "packed" or set(widths) <= set(BITS)) and (not group or shape is None or shape[1] % group == 0):
+            found += [
+                Ours(words, group, floats) for floats in ((False, True) if group and options.floats else (False,))
+            ]
+    return found
 
 
 @contextlib.contextmanager
@@ -211,9 +183,10 @@ def noting(name: str, errors: dict[str, str]) -> Iterator[None]:
 
 def line(row: dict[str, Any]) -> str:
     """A row as a line of the printed table."""
-    where = f"{row['kernel']:8} {row['N']:6} x {row['K']:6}  M {row['M']:5}  w{row['weight_bits']:<2}"
+    where = f"{row['kernel']:12} {row['N']:6} x {row['K']:6}  M {row['M']:5}  w{row['weight_bits']:<2}"
     share = 100 * row["floor_share"]
-    return f"{where} {row['us']:9.2f} us  {row['speedup_vs_bf16']:5.2f}x bf16  {share:5.1f} % of the floor"
+    ratio = f"  {row['time_vs_per_row']:5.3f} of the time per row" if "time_vs_per_row" in row else ""
+    return f"{where} {row['us']:9.2f} us  {row['speedup_vs_bf16']:5.2f}x bf16  {share:5.1f} % of the floor{ratio}"
 
 
 def headline(rows: list[dict[str, Any]], shapes: list[tuple[int, int]]) -> dict[str, float]:
@@ -227,11 +200,21 @@ def headline(rows: list[dict[str, Any]], shapes: list[tuple[int, int]]) -> dict[
     return found
 
 
+def group_ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The time with groups over that with a scale per row: geometric mean and worst shape, by kernel, width, tokens."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if "time_vs_per_row" in row:
+            found.setdefault(f"{row['kernel']} w{row['weight_bits']} M{row['M']}", []).append(row["time_vs_per_row"])
+    return {key: {"mean": round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 3), "worst": max(ratios)}
+            for key, ratios in found.items()}  # fmt: skip
+
+
 # --- the sweep ----------------------------------------------------------------------------------
 
 
 def few_candidates(text: str | None) -> list[Any]:
-    """Settings to try; `text` as "row_tiles,warps,splits,ahead,stages,registers ..." names others."""
+    """Settings to try; `text` as "row_tiles,warps,splits,ahead,stages,registers[,spread] ..." names others."""
     from bitdial.kernels.triton.packed.linear import FewSettings
 
     if text is None:
@@ -240,24 +223,24 @@ def few_candidates(text: str | None) -> list[Any]:
                 "1,8,1,1,1,64 4,4,2,0,1,0 4,4,4,0,1,0 4,8,4,0,1,0")  # fmt: skip
     made = []
     for item in text.split():
-        row_tiles, warps, splits, ahead, stages, registers = map(int, item.split(","))
-        made.append(FewSettings(row_tiles, warps, splits, bool(ahead), stages, registers or None))
+        row_tiles, warps, splits, ahead, stages, registers, *spread = map(int, item.split(","))
+        made.append(FewSettings(row_tiles, warps, splits, bool(ahead), stages, registers or None, *spread))
     return made
 
 
-def compile_ahead(work: list[tuple[str, tuple[int, int], int, int, Any]], jobs: int) -> None:
+def compile_ahead(work: list[tuple[Ours | str, tuple[int, int], int, int, Any]], jobs: int) -> None:
     """Compile side by side into the caches on disk; one after the other it would take minutes."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(run_once, work))
 
 
-def run_once(work: tuple[str, tuple[int, int], int, int, Any]) -> None:
+def run_once(work: tuple[Ours | str, tuple[int, int], int, int, Any]) -> None:
     """Run one contender once; those that cannot run are named when they are measured."""
     name, shape, tokens, bits, settings = work
     device = torch.device("cuda")
     x = torch.zeros(tokens, shape[1], dtype=torch.bfloat16, device=device)
     with contextlib.suppress(Exception):
-        if name in PEERS:
+        if isinstance(name, str):
             layer = PEERS[name](torch.randn(shape, dtype=torch.bfloat16, device=device), bits)
         else:
             layer = with_settings(packed_weight(name, shape, bits, 0, device), bits, settings)
@@ -265,26 +248,28 @@ def run_once(work: tuple[str, tuple[int, int], int, int, Any]) -> None:
             layer(x)
 
 
-def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: str) -> dict[str, Any]:
+def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: Ours) -> dict[str, Any]:
     """The times of all settings at one shape, and the best."""
     candidates = few_candidates(bench.options.few)[: 2 if bench.options.tiny else None]
     x = bench.tokens(tokens, shape[1])
     weights = bench.weights(kind, shape, bits)
-    exact = values(weights[0], bits)
     runs: dict[str, Callable[[], float]] = {"bf16": bench.timer("bf16", bench.bf16(shape), x)}
     failed = {}
     for settings in candidates:
         key = ",".join(str(int(part or 0)) for part in settings)
         try:
             layers = [with_settings(weight, bits, settings) for weight in weights]
-            runs[key] = bench.timer(key, Contender(layers, exact, 0.02), x)
+            runs[key] = bench.timer(key, Contender(layers, weights[0].values, 0.02), x)
         except Exception as problem:  # too much shared memory, too few registers: not a setting for this GPU
             failed[key] = f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
     times = medians(runs, bench.options.rounds)
-    floor = floor_bytes(shape, tokens, bits) / bench.speed
+    floor = floor_bytes(shape, tokens, bits, kind.group_bytes(shape)) / bench.speed
     base = times.pop("bf16")
     order = sorted(times, key=lambda key: times[key])
-    print(f"{kind} {shape[0]} x {shape[1]}  M {tokens}  w{bits}  bf16 {base:.2f} us, floor {floor:.2f} us", flush=True)
+    print(
+        f"{kind.name} {shape[0]} x {shape[1]}  M {tokens}  w{bits}  bf16 {base:.2f} us, floor {floor:.2f} us",
+        flush=True,
+    )
     for key in order[:5]:
         print(
             f"    {key:16} {times[key]:8.2f} us  {base / times[key]:5.2f}x  {100 * floor / times[key]:5.1f} %",
@@ -292,7 +277,7 @@ def sweep(bench: Bench, shape: tuple[int, int], tokens: int, bits: int, kind: st
         )
     for key, reason in failed.items():
         print(f"    {key:16} {reason}", flush=True)
-    return {"kernel": kind, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits, "bf16_us": base,
+    return {"kernel": kind.name, "N": shape[0], "K": shape[1], "M": tokens, "weight_bits": bits, "bf16_us": base,
             "floor_us": floor, "us": {key: round(times[key], 3) for key in order}, "failed": failed}  # fmt: skip
 
 
@@ -304,6 +289,22 @@ def best_overall(found: list[dict[str, Any]]) -> None:
         means = {key: math.prod(f["bf16_us"] / f["us"][key] for f in group) ** (1 / len(group)) for key in keys}
         top = sorted(means, key=lambda key: -means[key])[:4]
         print(f"best {kind} M {tokens} w{bits}: " + "   ".join(f"{key} {means[key]:.2f}x" for key in top), flush=True)
+
+
+def sweeps(bench: Bench, shapes: list[tuple[int, int]], tokens: list[int], about: dict[str, Any]) -> None:
+    """Try all settings at all shapes; print the best and write the file."""
+    options = bench.options
+    if bench.device.type == "cuda":
+        settings = few_candidates(options.few)
+        ours = kinds(options, options.bits)
+        compile_ahead(list(itertools.product(ours, [(64, 4096)], tokens, options.bits, settings)), options.jobs)
+    found: list[dict[str, Any]] = []
+    for shape, m, bits in itertools.product(shapes, tokens, options.bits):
+        for kind in kinds(options, [bits], shape):
+            found.append(sweep(bench, shape, m, bits, kind))
+            write_record("linear-sweep", options, script="linear", complete=False, **about, sweep=found)
+    best_overall(found)
+    write_record("linear-sweep", options, script="linear", **about, sweep=found)
 
 
 # --- the script ---------------------------------------------------------------------------------
@@ -322,9 +323,13 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--bits", nargs="+", type=int, default=list(BITS))
     parser.add_argument("--kernels", nargs="+", choices=["nested", "packed"], default=["nested", "packed"])
+    parser.add_argument(
+        "--group-size", nargs="+", type=int, default=[0], help="inputs that share a scale; 0: all of a row"
+    )
+    parser.add_argument("--floats", action="store_true", help="groups' scales as float32, too, beside those as bytes")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--sweep", action="store_true", help="try settings of the kernel for up to 16 tokens instead")
-    parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers ..."')
+    parser.add_argument("--few", help='settings to try: "row_tiles,warps,splits,ahead,stages,registers[,spread] ..."')
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is measured")
     add_arguments(parser)
     options = parser.parse_args()
@@ -346,23 +351,11 @@ def main() -> None:
     print(f"A copying kernel moves {bench.speed / 1e6:.2f} TB/s", flush=True)
     about = {"copy_tb_s": round(bench.speed / 1e6, 3), "left_out": missing}
     if options.sweep:
-        kinds = options.kernels
-        if device.type == "cuda":
-            work = [(kind, (64, 4096), m, bits, settings) for kind in kinds for m in tokens for bits in options.bits
-                    if kind == "packed" or bits in BITS for settings in few_candidates(options.few)]  # fmt: skip
-            compile_ahead(work, options.jobs)
-        found: list[dict[str, Any]] = []
-        for shape, m, bits, kind in itertools.product(shapes, tokens, options.bits, kinds):
-            if kind == "packed" or bits in BITS:
-                found.append(sweep(bench, shape, m, bits, kind))
-                write_record("linear-sweep", options, script="linear", complete=False, **about, sweep=found)
-        best_overall(found)
-        write_record("linear-sweep", options, script="linear", **about, sweep=found)
+        sweeps(bench, shapes, tokens, about)
         return
     if device.type == "cuda":
-        names = [*options.kernels, *options.peers]
-        compile_ahead([(n, s, m, b, None) for s in shapes for m in tokens for b in options.bits for n in names
-                       if n != "nested" or b in BITS], options.jobs)  # fmt: skip
+        names = [*kinds(options, options.bits), *options.peers]
+        compile_ahead(list(itertools.product(names, shapes, tokens, options.bits, [None])), options.jobs)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         for row in bench.rows(shape, tokens):
@@ -371,7 +364,10 @@ def main() -> None:
     means = headline(rows, HEADLINE)
     for name, value in means.items():
         print(f"geometric mean at M 1: {name} {value:.2f}x bf16")
-    write_record("linear", options, **about, headline=means, rows=rows)
+    ratios = group_ratios(rows)
+    for name, ratio in ratios.items():
+        print(f"of the time with a scale per row: {name} {ratio['mean']:.3f} on average, {ratio['worst']:.3f} at worst")
+    write_record("linear", options, **about, headline=means, groups_vs_per_row=ratios, rows=rows)
 
 
 if __name__ == "__main__":

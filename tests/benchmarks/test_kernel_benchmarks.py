@@ -52,6 +52,32 @@ def test_linear_writes_a_row_for_each_contender(tmp_path: Path) -> None:
     assert {"N", "K", "M", "act_bits", "speedup_vs_bf16", "floor_share"} <= set(record["rows"][0])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_linear_has_groups_beside_a_scale_per_row(tmp_path: Path) -> None:
+    out = tmp_path / "linear.json"
+    arguments = "--tiny --rounds 1 --bits 2 --shapes 16x256 --tokens 1 --kernels nested --group-size 0 64 96 --floats"
+    printed = run("linear.py", *arguments.split(), "--peers", "--out", str(out))
+    record = json.loads(out.read_text())
+    times = {row["kernel"]: row["us"] for row in record["rows"]}
+    assert list(times) == ["bf16", "nested", "nested g64", "nested g64f"]  # 96 does not divide 256 columns
+    ratios = {row["kernel"]: row["time_vs_per_row"] for row in record["rows"] if "time_vs_per_row" in row}
+    assert list(ratios) == ["nested g64", "nested g64f"]
+    assert all(abs(ratio - times[name] / times["nested"]) < 2e-3 for name, ratio in ratios.items())
+    assert set(record["groups_vs_per_row"]) == {"nested g64 w2 M1", "nested g64f w2 M1"}
+    assert "of the time with a scale per row: nested g64 w2 M1" in printed
+
+
+def test_group_ratios_are_means_and_the_worst(linear: ModuleType) -> None:
+    def row(kernel: str, ratio: float | None) -> dict[str, object]:
+        return {"kernel": kernel, "weight_bits": 4, "M": 1} | ({} if ratio is None else {"time_vs_per_row": ratio})
+
+    rows = [row("nested", None), row("nested g64", 1.0), row("nested g64", 1.21), row("packed g64", 1.05)]
+    assert linear.group_ratios(rows) == {
+        "nested g64 w4 M1": {"mean": 1.1, "worst": 1.21},
+        "packed g64 w4 M1": {"mean": 1.05, "worst": 1.05},
+    }
+
+
 def test_a_run_that_ends_half_way_leaves_its_rows(
     linear: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,8 +102,8 @@ def test_a_run_that_ends_half_way_leaves_its_rows(
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_sweep_names_the_best_settings() -> None:
     arguments = "--tiny --sweep --rounds 1 --bits 2 --shapes 16x256 --tokens 1 --kernels nested"
-    printed = run("linear.py", *arguments.split(), "--few", "1,2,1,1,1,0 1,1,1,0,1,0")
-    assert "best nested M 1 w2: 1," in printed
+    printed = run("linear.py", *arguments.split(), "--few", "1,2,1,1,1,0 1,1,1,0,1,0,1", "--group-size", "64")
+    assert "best nested g64 M 1 w2: 1," in printed
 
 
 def test_headline_is_a_geometric_mean_over_all_shapes(linear: ModuleType) -> None:
@@ -97,6 +123,10 @@ def test_rounds_touch_more_than_any_cache_and_the_floor_counts_every_byte(linear
             count = min(linear.MOST_CALLS, linear.copies(shape, bits))
             assert count * shape[0] * shape[1] * bits / 8 > 256e6
     assert linear.floor_bytes((16, 256), 2, 3) == 16 * 256 * 3 / 8 + 16 * 4 + 2 * 2 * (16 + 256)
+    for floats, size in ((False, 1), (True, 4)):
+        more = linear.Ours("nested", 64, floats).group_bytes((16, 256))
+        assert more == 16 * 4 * size
+        assert linear.floor_bytes((16, 256), 2, 3, more) == linear.floor_bytes((16, 256), 2, 3) + more
 
 
 def test_wrong_results_are_not_timed(linear: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """The kernels of packed weights compile for an H200, without one: wide loads and stores, nothing spilled or shuffled.
 
-Written for the layouts that `triton_linear` and `triton_unpack` count on: where Triton would choose others, weights
-would move between threads. The results would still be right, and the kernels slow.
+Written for the layouts that `packed/linear.py` and `packed/unpack.py` count on: where Triton would choose others,
+weights would move between threads. The results would still be right, and the kernels slow.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitdial.kernels import packed_ops as packed
 from bitdial.kernels import weight_pool as arena
-from bitdial.kernels.packed_ops import PackedWeight
+from bitdial.kernels.packed_ops import packed_linear, packed_scales
 from bitdial.kernels.weight_pool import PackedArena
 from bitdial.kernels.word_layout import nested_fields, packed_fields, words_shape
 
@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
-            torch.int64: "*i64"}  # fmt: skip
+            torch.int64: "*i64", torch.uint8: "*u8"}  # fmt: skip
 CHOICES = (8, 6, 4, 3, 2)
 
 
@@ -63,9 +63,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Compi
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
         given = dict(zip(self.arg_names, args, strict=False)) | settings
         options = {name: value for name, value in settings.items() if name not in self.arg_names}
-        constants = {(p.num,): given[p.name] for p in self.params if p.is_constexpr}
-        types = {p.name: "constexpr" if p.is_constexpr else type_of(given[p.name]) for p in self.params}
-        even = [p for p in self.params if not p.is_constexpr and divisible(given[p.name])]
+        fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
+        constants = {(p.num,): given[p.name] for p in self.params if p.name in fixed}
+        types = {p.name: "constexpr" if p.name in fixed else type_of(given[p.name]) for p in self.params}
+        even = [p for p in self.params if p.name not in fixed and divisible(given[p.name])]
         attributes = {(p.num,): [["tt.divisibility", 16]] for p in even}
         source = ASTSource(self, types, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -94,15 +95,30 @@ def divisible(value: object) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
-def weight(fields: tuple[int, ...], scheme: str, rows: int = 64, columns: int = 4096) -> PackedWeight:
+def run(
+    fields: tuple[int, ...],
+    bits: int,
+    x: Tensor,
+    *,
+    offset: float = 0.5,
+    bias: Tensor | None = None,
+    rows: int = 64,
+    group: int = 0,
+    scales: torch.dtype = torch.uint8,
+) -> None:
+    """Launch the layer on a weight of zeros; `group` columns have a scale, of type `scales`, where it is not 0."""
+    columns = x.shape[1]
     words = torch.zeros(words_shape(fields, rows, columns), dtype=torch.int32)
-    return PackedWeight(name="fc", words=words, scale=torch.ones(rows), columns=columns, fields=fields, high=8,
-                        scheme=scheme)  # fmt: skip
+    scale, groups = torch.ones(rows), None if group == 0 else torch.ones(rows, columns // group, dtype=scales)
+    if groups is not None and scales == torch.float32:
+        scale, groups = groups, None
+    scale, groups = packed_scales(scale, groups, columns=columns)
+    packed_linear(x, words, scale, bias, fields, bits, 8, offset, groups)
 
 
 @pytest.mark.parametrize("bits", CHOICES)
 def test_nested_weights_for_one_token(compiled: dict[str, Compiled], bits: int) -> None:
-    weight(nested_fields(CHOICES), "nested").linear(torch.zeros(1, 4096, dtype=torch.bfloat16), bits)
+    run(nested_fields(CHOICES), bits, torch.zeros(1, 4096, dtype=torch.bfloat16))
     few = compiled["_few"]
     assert few.spilled == 0
     assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == bits + 8  # the planes; the tokens
@@ -110,10 +126,40 @@ def test_nested_weights_for_one_token(compiled: dict[str, Compiled], bits: int) 
     assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
+def test_groups_for_one_token(compiled: dict[str, Compiled]) -> None:
+    """A load or two more for a tile, and no more products: the sums of groups lie beside each other."""
+    as_bytes = [(bits, 64, torch.uint8) for bits in CHOICES] + [(4, 32, torch.uint8), (2, 128, torch.uint8)]
+    for bits, group, scales in (*as_bytes, (8, 64, torch.float32), (6, 32, torch.float32), (4, 64, torch.float32)):
+        x = torch.zeros(1, 4096, dtype=torch.bfloat16)
+        run(nested_fields(CHOICES), bits, x, rows=14336, group=group, scales=scales)
+        few = compiled["_few"]
+        assert few.spilled == 0, (bits, group, scales)
+        assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == bits + 8
+        of_scales = 2 if (group, scales) == (32, torch.float32) else 1
+        assert few.count(r"ld\.global", in_loop=True) == bits + 8 + of_scales
+        assert few.count(r"mma\.sync", in_loop=True) == 16
+        assert few.count(r"fma\.rn\.f32\s", in_loop=True) == 4
+        assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
+
+
+def test_groups_for_sixteen_tokens(compiled: dict[str, Compiled]) -> None:
+    for bits, group, rows, scales in (
+        (8, 64, 14336, torch.uint8), (4, 64, 14336, torch.uint8), (2, 64, 14336, torch.uint8),
+        (4, 32, 4096, torch.uint8), (3, 128, 8192, torch.float32), (8, 32, 14336, torch.float32),
+    ):  # fmt: skip
+        x = torch.zeros(16, 4096, dtype=torch.bfloat16)
+        run(nested_fields(CHOICES), bits, x, rows=rows, group=group, scales=scales)
+        few, tiles, runs = compiled["_few"], 2 if bits == 2 else 1, 256 // group
+        assert few.spilled == 0, (bits, group, scales)
+        assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == tiles * bits + 16
+        assert few.count(r"mma\.sync", in_loop=True) == tiles * 32
+        assert few.count(r"fma\.rn\.f32\s", in_loop=True) == tiles * runs * 8
+        assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(3, torch.float16), (8, torch.bfloat16), (8, torch.float16)])
 def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits: int, dtype: torch.dtype) -> None:
-    bias = torch.zeros(64, dtype=dtype)
-    weight(packed_fields(bits), "double_rounding").linear(torch.zeros(16, 4096, dtype=dtype), bits, bias)
+    run(packed_fields(bits), bits, torch.zeros(16, 4096, dtype=dtype), offset=0.0, bias=torch.zeros(64, dtype=dtype))
     few = compiled["_few"]
     assert few.spilled == 0
     assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == bits + 16  # twice the tokens
@@ -123,7 +169,7 @@ def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits:
 
 @pytest.mark.parametrize("rows", [8192, 14336])
 def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: dict[str, Compiled], rows: int) -> None:
-    weight(nested_fields(CHOICES), "nested", rows).linear(torch.zeros(16, 4096, dtype=torch.bfloat16), 2)
+    run(nested_fields(CHOICES), 2, torch.zeros(16, 4096, dtype=torch.bfloat16), rows=rows)
     few = compiled["_few"]
     assert few.spilled == 0
     assert few.count(r"ld\.global\S*\.v4\.b32", in_loop=True) == 2 * 2 + 16
@@ -134,8 +180,8 @@ def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: dict[str, Compi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("scheme", "bits"), [("nested", 2), ("nested", 8), ("double_rounding", 3)])
 def test_many_tokens(compiled: dict[str, Compiled], scheme: str, bits: int, dtype: torch.dtype) -> None:
-    fields = nested_fields(CHOICES) if scheme == "nested" else packed_fields(bits)
-    weight(fields, scheme).linear(torch.zeros(256, 4096, dtype=dtype), bits, torch.zeros(64, dtype=dtype))
+    fields, offset = (nested_fields(CHOICES), 0.5) if scheme == "nested" else (packed_fields(bits), 0.0)
+    run(fields, bits, torch.zeros(256, 4096, dtype=dtype), offset=offset, bias=torch.zeros(64, dtype=dtype))
     unpack, finish = compiled["_unpack"], compiled["_scale_sums"]
     for kernel in (unpack, finish):
         assert kernel.spilled == kernel.shared == 0
@@ -144,6 +190,17 @@ def test_many_tokens(compiled: dict[str, Compiled], scheme: str, bits: int, dtyp
     assert unpack.count("st.global") == unpack.count(r"st\.global\S*\.v4\.b32") == 16  # 4,096 numbers of a warp
     assert finish.count("st.global") == finish.count(r"st\.global\S*\.v4\.b32") == 2
     assert finish.count("ld.global") == finish.count(r"ld\.global\S*\.v4\.b32") == 10  # sums, scale; bias
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_tokens_of_groups(compiled: dict[str, Compiled], dtype: torch.dtype) -> None:
+    """Products of warp groups, whose sums meet two scales a thread each."""
+    for group, scales in ((32, torch.uint8), (64, torch.float32), (128, torch.uint8)):
+        run((4,), 4, torch.zeros(256, 4096, dtype=dtype), bias=torch.zeros(64, dtype=dtype), group=group, scales=scales)
+        product = compiled["_grouped_product"]
+        assert product.spilled == 0
+        assert product.count(r"wgmma\.mma_async") > 0
+        assert product.count(r"ld\.global", in_loop=True) == 2
 
 
 def test_repack(compiled: dict[str, Compiled]) -> None:

@@ -1,4 +1,4 @@
-"""The layouts of packed words: the documented formulas, every code at every width, and agreement with `packing`."""
+"""The layouts of packed words: the documented formulas, every code at every width, and agreement with `bitstream`."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.functional.bitstream import pack_bytes, pack_planes, unpack_bytes, unpack_planes
+from bitdial.functional.bitstream import pack_bytes, unpack_bytes
+from bitdial.functional.schemes import check_phase
 from bitdial.kernels import word_layout as layouts
 
 NESTED = (8, 6, 4, 3, 2)
@@ -69,19 +70,68 @@ def test_packed_words_hold_what_bytes_hold(bits: int) -> None:
 def test_the_first_planes_are_the_lower_widths(choices: tuple[int, ...]) -> None:
     high, fields = choices[0], layouts.nested_fields(choices)
     codes = every_code(high, 17, 257)
-    words, planes = layouts.pack_words(codes, fields), pack_planes(codes, high)
+    words = layouts.pack_words(codes, fields)
     for bits in choices:
         read = layouts.unpack_words(words, fields, bits, 17, 257)
         assert torch.equal(read, bf.narrow(codes, high=high, low=bits, scheme="nested"))
-        assert torch.equal(read.view(-1), unpack_planes(planes, codes.numel(), bits=bits))
+        assert torch.equal(read, codes >> high - bits)
         shorter = words[:bits].clone()
         assert torch.equal(layouts.unpack_words(shorter, layouts.read_fields(fields, bits), bits, 17, 257), read)
 
 
-def test_few_halves_are_added_on_their_own() -> None:
+def offsets() -> set[tuple[int, float]]:
+    """(bits, offset) of every scheme, stored width and phase that a file can have."""
+    found = set()
+    for name in ("double_rounding", "nested", "centred", "truncate", "adabits", *(f"nested+{2**i}" for i in range(6))):
+        for high in range(2, 9):
+            try:
+                check_phase(name, high)
+            except ConfigError:
+                continue
+            found |= {(bits, bf.scheme_of(name).offset(high - bits)) for bits in range(2, high + 1)}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_with_every_offset_is_exact(dtype: torch.dtype) -> None:
+    """The steps of `Extract`, done here in float64: nothing that they make is between two numbers of the type."""
+
+    def number(lanes: Tensor) -> Tensor:
+        return lanes.to(torch.int16).view(dtype).double()
+
+    def constant(pair: int) -> float:
+        assert pair & 0xFFFF == pair >> 16 & 0xFFFF
+        return float(number(torch.tensor([pair << 16 >> 16])))
+
+    def exact(value: Tensor) -> Tensor:
+        assert torch.equal(value.to(dtype).double(), value)
+        return value
+
+    cases = offsets()
+    assert {(8, -8.0), (6, -1.5), (4, 0.0), (3, 0.25), (2, 0.375), (8, 0.5), (7, -15.5), (2, 31 / 64)} <= cases
+    for bits, offset in cases:
+        codes = torch.arange(-(1 << bits - 1), 1 << bits - 1)
+        for cell in (size for size in (2, 4, 8) if size >= bits):
+            for j, step in enumerate(layouts.extracts(bits, cell, dtype, offset)):
+                assert step.word == j % cell
+                at = cell * (j // cell)  # all other bits of the lane are set, then clear
+                for others in (0xFFFF & ~(((1 << bits) - 1) << at), 0):
+                    lane = ((codes & ((1 << bits) - 1)) << at | others) >> step.shift
+                    mask, magic = step.mask & 0xFFFF, step.magic & 0xFFFF
+                    made, times = number(lane & mask ^ magic), constant(step.times)
+                    if step.sign_mask:
+                        made = exact(number(lane & (step.sign_mask & 0xFFFF) ^ magic) * times + made)
+                    else:
+                        made = exact(made * times + constant(step.plus))
+                    if step.later:
+                        made = exact(made + constant(step.later))
+                    assert torch.equal(made, codes + offset), (bits, cell, offset, j)
+
+
+def test_few_offsets_are_added_on_their_own() -> None:
     cells = {2: 2, 3: 4, 4: 4, 6: 8, 8: 8}
-    halves = {b: sum(s.later != 0 for s in layouts.extracts(b, c, torch.bfloat16, 0.5)) for b, c in cells.items()}
-    assert halves == {2: 2, 3: 8, 4: 4, 6: 8, 8: 16}  # of 16 slots
+    later = {b: sum(s.later != 0 for s in layouts.extracts(b, c, torch.bfloat16, 0.5)) for b, c in cells.items()}
+    assert later == {2: 2, 3: 8, 4: 4, 6: 8, 8: 16}  # of 16 slots
     assert not any(s.later for b, c in cells.items() for s in layouts.extracts(b, c, torch.bfloat16, 0.0))
 
 
@@ -92,6 +142,33 @@ def test_cells_in_the_mantissa_share_a_shift(dtype: torch.dtype, offset: float) 
               for bits, cell in ((2, 2), (3, 4), (4, 4), (8, 8))}  # fmt: skip
     expected = {2: 2, 3: 1, 4: 3, 8: 1} if dtype == torch.bfloat16 else {2: 1, 3: 1, 4: 1, 8: 1}
     assert shifts == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_scales_of_groups_lie_where_the_docstring_says(dtype: torch.dtype) -> None:
+    for rows, columns, group, run in ((20, 512, 64, 64), (33, 288, 96, 32), (16, 1024, 512, 256), (1, 384, 192, 64)):
+        scales = torch.randint(1, 200, (rows, columns // group), generator=torch.Generator().manual_seed(0)).to(dtype)
+        packed = layouts.pack_scales(scales, columns)
+        down, across = -(-rows // 16), -(-columns // 256)
+        assert packed.shape == (down, across, 8, 256 // run, 2)
+        assert packed.is_contiguous()
+        expected = torch.zeros_like(packed)
+        for row in range(rows):
+            for column in range(0, columns, 32):
+                place = row // 16, column // 256, row % 8, column % 256 // run, row % 16 // 8
+                expected[place] = scales[row, column // group]
+        assert torch.equal(packed, expected)
+        assert torch.equal(layouts.unpack_scales(packed, rows, columns), scales.repeat_interleave(group // run, dim=1))
+
+
+def test_scales_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(QuantizationError, match=r"4 groups of 192 columns: packed weights take .* multiple of 32"):
+        layouts.pack_scales(torch.ones(16, 4), 192)
+    with pytest.raises(QuantizationError, match="5 groups of 256 columns"):
+        layouts.pack_scales(torch.ones(16, 5), 256)
+    for wrong in (torch.ones(16), torch.ones(16, 0), torch.ones(16, 4, dtype=torch.float16)):
+        with pytest.raises(QuantizationError, match=r"expected torch\.uint8 or torch\.float32 \(rows, groups\)"):
+            layouts.pack_scales(wrong, 256)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

@@ -2,27 +2,63 @@
 
     y = x @ ((c + offset) * scale * 2^shift).T + bias          shift = high - bits
 
-with c the `bits`-bit codes, offset and scale as `bitdial.functional` defines them. Numbers c + offset are exact in both
-types, so are their products with x in float32; what is rounded are the float32 sums, in an order that is fixed by the
-shapes, the product with the scale, and the result. Against float64:
+with c the `bits`-bit codes, offset and scale as `bitdial.functional` defines them. A scale belongs to a row, or to a
+group of neighbouring inputs of a row; then it is the row's scale times a number for each group.
+
+Numbers c + offset are exact in both types, so are their products with x in float32. What is rounded: the float32 sums,
+in an order that is fixed by the shapes; a group's sum times its scale; the product with the row's scale; the result.
+Against float64:
 
     |y - exact| <= u |exact| + columns * 2^-23 * sum |x * w|        u = 2^-8 for bf16, 2^-11 for fp16
 
+with groups or without: a sum of `columns` products by way of groups has no more roundings than one without, and
+those of the two scales are among the first few of `columns`, which are at least 64 where there are groups.
+
 The reference, which serves wherever Triton does not, sums in float64 and rounds once.
+
+    scale, group_scale = packed_scales(row_scale, multipliers, columns=4096)       # once, multipliers (rows, groups)
+    words = pack_words(codes, packed_fields(4))                                    # once
+    y = packed_linear(x, words, scale, None, (4,), 4, 8, 0.0, group_scale)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bitdial import functional as bf
-from bitdial.errors import ConfigError, QuantizationError
+from bitdial.errors import QuantizationError
 from bitdial.kernels.fake_quantize import triton_runs
-from bitdial.kernels.word_layout import nested_fields, pack_words, read_fields, unpack_words, words_shape
+from bitdial.kernels.word_layout import (
+    TILE_COLUMNS,
+    TILE_ROWS,
+    pack_scales,
+    unpack_scales,
+    unpack_words,
+    words_shape,
+)
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+
+def packed_scales(scale: Tensor, group_scale: Tensor | None = None, *, columns: int) -> tuple[Tensor, Tensor | None]:
+    """(scale, group_scale) as `packed_linear` takes them, of a weight with `columns` columns.
+
+    From `scale` (rows,) alone, a scale for each row; from that and multipliers `group_scale` (rows, groups), uint8,
+    scales of two levels; or from `scale` (rows, groups), float32, any scales of groups. Two levels are a byte to read
+    for a group instead of four. Groups have a multiple of 32 columns, all of them as many; others are refused.
+    """
+    if scale.dtype != torch.float32 or scale.dim() not in (1, 2) or (scale.dim() == 2 and group_scale is not None):
+        raise QuantizationError(
+            f"scale is {scale.dtype} {tuple(scale.shape)}, expected torch.float32 (rows,), or (rows, groups) on its own"
+        )
+    if group_scale is not None and (group_scale.dtype != torch.uint8 or len(group_scale) != len(scale)):
+        found = f"{group_scale.dtype} {tuple(group_scale.shape)}"
+        raise QuantizationError(f"group_scale is {found}, expected torch.uint8 ({len(scale)}, groups)")
+    if scale.dim() == 1:
+        return scale, None if group_scale is None else pack_scales(group_scale, columns)
+    if scale.shape[1] == 1:
+        return scale.reshape(-1), None
+    return torch.ones_like(scale[:, 0]), pack_scales(scale, columns)
 
 
 @torch.library.custom_op("bitdial::packed_linear", mutates_args=())
@@ -35,20 +71,47 @@ def packed_linear(
     bits: int,
     high: int,
     offset: float,
+    group_scale: Tensor | None = None,
 ) -> Tensor:
     """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
 
-    `words` as `layouts` draws them, in `fields`; `scale` (rows,) float32, of one step at `high` bits; `offset` is
-    what the scheme adds to a code of that width. `PackedWeight.linear` checks what it is given; this does not.
+    `words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
+    `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
     """
+    _check(x, words, scale, fields, group_scale)
     if triton_runs(x):
         from bitdial.kernels.triton.packed import linear as triton_linear
 
-        return triton_linear.linear(x, words, scale, bias, fields=tuple(fields), bits=bits, high=high, offset=offset)
-    codes = unpack_words(words, fields, bits, scale.numel(), x.shape[1])
-    weight = (codes + offset) * (scale.double() * 2.0 ** (high - bits))[:, None]
+        reading = triton_linear.Reading(tuple(fields), bits, high, offset)
+        return triton_linear.linear(x, words, scale, bias, reading, group_scale=group_scale)
+    rows, columns = len(scale), x.shape[1]
+    weight = (unpack_words(words, fields, bits, rows, columns) + offset).double()
+    if group_scale is not None:
+        groups = unpack_scales(group_scale, rows, columns).double()
+        weight *= groups.repeat_interleave(columns // groups.shape[1], dim=1)
+    weight *= (scale.double() * 2.0 ** (high - bits))[:, None]
     y = x.double() @ weight.T
     return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group_scale: Tensor | None) -> None:
+    """Refuse what would be read past its end, or as something else."""
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 (tokens, columns)")
+    shape = words_shape(fields, len(scale), x.shape[1])
+    if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
+        found = f"{words.dtype} {tuple(words.shape)}"
+        raise QuantizationError(f"words are {found}, expected contiguous torch.int32 {shape}")
+    if scale.dtype != torch.float32 or scale.dim() != 1 or not scale.is_contiguous():
+        found = f"{scale.dtype} {tuple(scale.shape)}"
+        raise QuantizationError(f"scale is {found}, expected torch.float32 (rows,): see packed_scales")
+    if group_scale is None:
+        return
+    tiles, runs = (*shape[1:3], TILE_ROWS // 2), group_scale.shape[-2] if group_scale.dim() == 5 else 0
+    fits = runs in (1, 2, 4, 8) and group_scale.shape == (*tiles, runs, 2) and group_scale.is_contiguous()
+    if not fits or x.shape[1] * runs % TILE_COLUMNS or group_scale.dtype not in (torch.uint8, torch.float32):
+        found = f"{group_scale.dtype} {tuple(group_scale.shape)}"
+        raise QuantizationError(f"group_scale is {found}, not that of a weight of these words: see packed_scales")
 
 
 @packed_linear.register_fake
@@ -61,73 +124,6 @@ def _(
     bits: int,
     high: int,
     offset: float,
+    group_scale: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[0]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedWeight:
-    """A weight (rows, columns) as packed words, its rows' scale at `high` bits, and the layer's name for errors."""
-
-    name: str
-    words: Tensor
-    scale: Tensor
-    columns: int
-    fields: tuple[int, ...]
-    high: int
-    scheme: str
-
-    def __post_init__(self) -> None:
-        """Refuse parts that do not fit each other."""
-        shape = words_shape(self.fields, self.scale.numel(), self.columns)
-        if self.words.shape != shape or self.words.dtype != torch.int32 or not self.words.is_contiguous():
-            found = f"{self.words.dtype} {tuple(self.words.shape)}"
-            raise QuantizationError(f"layer {self.name!r}: words are {found}, expected contiguous torch.int32 {shape}")
-        if self.scale.dtype != torch.float32 or self.scale.dim() != 1 or self.scale.device != self.words.device:
-            raise QuantizationError(f"layer {self.name!r}: the scale must be float32 (rows,) on {self.words.device}")
-
-    @classmethod
-    def nested(
-        cls, codes: Tensor, scale: Tensor, *, bit_choices: Sequence[int], name: str, scheme: str = "nested"
-    ) -> "PackedWeight":
-        """One buffer that is read at any of `bit_choices`; `codes` (rows, columns) int8 of the highest."""
-        if not bf.scheme_of(scheme).nests:
-            raise ConfigError(f"layer {name!r}: scheme {scheme!r} does not nest; its lower widths are not bit-planes")
-        fields = nested_fields(bit_choices)
-        return cls(
-            name=name, words=pack_words(codes, fields), scale=scale, columns=codes.shape[1], fields=fields,
-            high=max(bit_choices), scheme=scheme,
-        )  # fmt: skip
-
-    @property
-    def bit_choices(self) -> tuple[int, ...]:
-        """The widths at which the words can be read, from the highest: only one where lower ones are rounded anew."""
-        if not bf.scheme_of(self.scheme).nests:
-            return (sum(self.fields),)
-        return tuple(sum(self.fields[: i + 1]) for i in reversed(range(len(self.fields))))
-
-    def linear(self, x: Tensor, bits: int, bias: Tensor | None = None) -> Tensor:
-        """The layer's output (..., rows) for x (..., columns) in bf16 or fp16, at `bits` bits."""
-        if bits not in self.bit_choices:
-            raise ConfigError(
-                f"layer {self.name!r}: bits={bits} is not among those it can be read at, {self.bit_choices}"
-            )
-        if x.dtype not in DTYPES:
-            raise QuantizationError(f"layer {self.name!r}: its input is {x.dtype}, expected bfloat16 or float16")
-        if x.shape[-1:] != (self.columns,) or x.device != self.words.device:
-            found = f"{tuple(x.shape)} on {x.device}"
-            wanted = f"(..., {self.columns}) on {self.words.device}"
-            raise QuantizationError(f"layer {self.name!r}: its input is {found}, expected {wanted}")
-        offset = bf.scheme_of(self.scheme).offset(self.high - bits)
-        flat = x.reshape(-1, self.columns)
-        y = packed_linear(flat, self.words, self.scale, bias, self.fields, bits, self.high, offset)
-        return y.view(*x.shape[:-1], self.scale.numel())
-
-    def codes(self, bits: int) -> Tensor:
-        """The codes (rows, columns), int8, at `bits` bits."""
-        return unpack_words(self.words, self.fields, bits, self.scale.numel(), self.columns)
-
-    def bytes_read(self, bits: int) -> int:
-        """What one call at `bits` reads of the weight: the planes and the scale."""
-        planes = sum(read_fields(self.fields, bits))
-        return self.words[:planes].numel() * self.words.element_size() + self.scale.numel() * 4

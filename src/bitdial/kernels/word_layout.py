@@ -29,6 +29,7 @@ vector load, no shared memory. Everything together is one tensor
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ from bitdial.functional import check_codes
 
 TILE_ROWS, TILE_COLUMNS, TILE_WORDS, SLOTS = 16, 256, 128, 16
 MOST_FIELD = 8
+LEAST_GROUP = 32  # the columns of two slots
 _PART = 4  # fields of up to so many bits are brought together before the parts are
 
 
@@ -112,6 +114,39 @@ def unpack_words(words: Tensor, fields: Sequence[int], bits: int, rows: int, col
         plane += size
     codes = (slots << 32 - bits >> 32 - bits).to(torch.int8)
     return _from_slots(codes, rows, columns)
+
+
+def pack_scales(scales: Tensor, columns: int) -> Tensor:
+    """Scales (rows, groups), uint8 or float32, of a weight of `columns` columns in the order of its tiles.
+
+    A **run** is the longest run of columns that divides both a group and a tile, so that it has one scale: 32, 64, 128
+    or 256 columns. The result (row tiles, column tiles, 8, runs, 2) has one for each run of each row of a tile, at
+    [row % 8, run, row // 8], so that the threads of a warp, which have two rows each, find theirs in one piece;
+    zeros after the last row and column.
+    """
+    if scales.dim() != 2 or scales.dtype not in (torch.uint8, torch.float32) or scales.numel() == 0:
+        found = f"{scales.dtype} {tuple(scales.shape)}"
+        raise QuantizationError(f"group scales are {found}, expected torch.uint8 or torch.float32 (rows, groups)")
+    rows, groups = scales.shape
+    group, rest = divmod(columns, groups)
+    if rest or group % LEAST_GROUP:
+        raise QuantizationError(
+            f"{groups} groups of {columns} columns: packed weights take groups of a multiple of {LEAST_GROUP} columns, "
+            "each of as many; use kernels='float' for others"
+        )
+    run = math.gcd(group, TILE_COLUMNS)
+    _, down, across, _ = words_shape((), rows, columns)
+    runs = scales.repeat_interleave(group // run, dim=1)
+    padding = (0, across * TILE_COLUMNS // run - runs.shape[1], 0, down * TILE_ROWS - rows)
+    parts = torch.nn.functional.pad(runs, padding).reshape(down, 2, 8, across, TILE_COLUMNS // run)
+    return parts.permute(0, 3, 2, 4, 1).contiguous()
+
+
+def unpack_scales(packed: Tensor, rows: int, columns: int) -> Tensor:
+    """The scales (rows, runs of a row) that `pack_scales` made; runs are the groups, or parts of them."""
+    down, across, _, runs, _ = packed.shape
+    scales = packed.permute(0, 4, 2, 1, 3).reshape(down * TILE_ROWS, across * runs)
+    return scales[:rows, : columns * runs // TILE_COLUMNS].contiguous()
 
 
 def _to_slots(codes: Tensor, shape: Sequence[int]) -> Tensor:

@@ -2,14 +2,15 @@
 
 The weight is the left operand of the tensor cores, 16 rows at a time; the tokens, padded to 8 or 16, the right one. A
 program takes `16 * row_tiles` rows; its warps divide the columns among them and add up at the end. Packed words come
-from memory in the order in which a thread needs them (see `layouts`), 16 bytes a load. Where there are too few rows to
-fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
-results repeat from run to run. More tokens are left to `triton_unpack`.
+from memory in the order in which a thread needs them (see `word_layout`), 16 bytes a load. Where there are too few rows
+to fill the GPU, `splits` programs share the columns; they leave float32 sums that a second kernel adds in order, so
+results repeat from run to run. More tokens are left to `unpack`.
 
-Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums.
+Weights enter the product as c + offset, exactly; the scale is applied to the float32 sums, and the scales of groups of
+inputs while they are summed: see `groups`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.triton.packed import unpack as triton_unpack
+from bitdial.kernels.triton.packed.groups import Scales, grouping, load_scales, sums_scale
 from bitdial.kernels.triton.packed.words import followed_by, product, slot_numbers, whole_codes
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
 
@@ -32,6 +34,7 @@ class FewSettings(NamedTuple):
     ahead: bool = True  # words of the next step are loaded before those of this one are used
     stages: int = 1  # more than one: through shared memory, by Triton's pipeline
     registers: int | None = None  # a limit, so that more warps fit
+    spread: int = 2  # at one token, the sums of groups beside each other, in so many chains: see `groups`
 
 
 @triton.jit(do_not_specialize=["tokens", "column_tiles"])
@@ -39,6 +42,7 @@ def _few(  # type: ignore[no-untyped-def]
     x_ptr,
     words_ptr,
     scale_ptr,
+    group_ptr,
     bias_ptr,
     y_ptr,
     tokens,
@@ -58,11 +62,15 @@ def _few(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
+    GROUPING: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     # What is loaded has two dimensions: the last lies in one piece in memory, and the first runs over what the threads
     # of a warp share, then the warps, then what one thread has in turn. Triton hands out 16 bytes a thread in that very
     # order, and the reshapes and permutations below move nothing.
+    RUNS: tl.constexpr = GROUPING[0]
+    SPREAD: tl.constexpr = GROUPING[1]
+    PAIRS: tl.constexpr = 8 if SPREAD or RUNS == 0 else 8 // RUNS  # of slots that are summed before they are scaled
     split = tl.program_id(1)
     lead = tl.arange(0, ROW_TILES * WARPS)
     row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
@@ -72,7 +80,7 @@ def _few(  # type: ignore[no-untyped-def]
     token = x_lead // (WARPS * 8) * 8 + x_lead % 8
     x_warp = x_lead // 8 % WARPS
     inside = tl.arange(0, 32)
-    x_start = (token * columns)[:, None] + inside[None, :]
+    x_start = (token * (0 if SPREAD else columns))[:, None] + inside[None, :]
     total = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)
     other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains wait half as long
 
@@ -81,6 +89,9 @@ def _few(  # type: ignore[no-untyped-def]
     end = tl.minimum(first + per_split, tl.cdiv(column_tiles, WARPS))
     tile = first * WARPS + lead % WARPS
     words = _words(words_ptr, word_start, tile, live_rows, plane_words, column_tiles, PLANES)
+    next_scales = ()
+    if RUNS > 0:
+        next_scales = load_scales(group_ptr, row_tile, tile, rows, column_tiles, GROUPING)
     for step in range(first, end):
         tile = step * WARPS + lead % WARPS
         if not AHEAD:
@@ -88,21 +99,39 @@ def _few(  # type: ignore[no-untyped-def]
         cells = whole_codes(words, PIECES, RANGES)
         if AHEAD:
             words = _words(words_ptr, word_start, tile + WARPS, live_rows, plane_words, column_tiles, PLANES)
+        scales = next_scales
+        if RUNS > 0:
+            next_scales = load_scales(group_ptr, row_tile, tile + WARPS, rows, column_tiles, GROUPING)
         x_tile = step * WARPS + x_warp
         for two in tl.static_range(8):
             column = (x_tile * 256 + two * 32)[:, None]
             x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
+            if SPREAD:
+                x_live = ((token == two * RUNS // 8 * (8 // RUNS)) & (x_tile < column_tiles))[:, None]
             if not EVEN:
                 x_live = x_live & (column + inside[None, :] < columns)
             x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
             x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
             even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
-            total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-            other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+            if RUNS > 0:
+                if two % PAIRS == 0:
+                    sums, more = tl.zeros_like(total), tl.zeros_like(total)
+                sums = _slot_product(cells, even, sums, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                more = sums if SPREAD < 2 else more
+                more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                sums = more if SPREAD < 2 else sums
+                if (two + 1) % PAIRS == 0:
+                    scale = sums_scale(scales, two // PAIRS, GROUPING, TOKEN_TILES, ROW_TILES, WARPS)
+                    total += (sums if SPREAD < 2 else sums + more) * scale
+            else:
+                total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
 
     row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
     token_out = tl.arange(0, TOKEN_TILES * 8)
     sums = tl.sum(total + other, axis=0)
+    if SPREAD:
+        sums = tl.sum(sums, axis=1)[:, None] + tl.zeros((1, TOKEN_TILES * 8), dtype=tl.float32)
     live_out = (row < rows)[:, None] & (token_out < tokens)[None, :]
     if SPLITS == 1:
         sums = sums * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
@@ -167,56 +196,80 @@ FEW_TOKENS = 16
 _SPLIT_BLOCK = 512
 
 
+class Reading(NamedTuple):
+    """How packed words are read: `fields` that hold the first `bits` of `high` bits, and what is added to a code."""
+
+    fields: tuple[int, ...]
+    bits: int
+    high: int
+    offset: float
+
+
 def linear(
     x: Tensor,
     words: Tensor,
     scale: Tensor,
     bias: Tensor | None,
+    reading: Reading,
     *,
-    fields: tuple[int, ...],
-    bits: int,
-    high: int,
-    offset: float,
+    group_scale: Tensor | None = None,
     settings: FewSettings | None = None,
 ) -> Tensor:
     """x (tokens, columns) times the packed weight's `bits`-bit values (rows, columns): (tokens, rows) in x's type.
 
-    `settings` are for up to 16 tokens; more have none.
+    `scale` and `group_scale` as `packed_ops.packed_linear` takes them. `settings` are for up to 16 tokens; more have
+    none.
     """
-    (tokens, columns), rows = x.shape, scale.numel()
+    tokens, rows, bits = len(x), len(scale), reading.bits
     y = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
     if y.numel() == 0:
         return y
     x = x.contiguous()
-    read = merges(read_fields(fields, bits))
-    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, offset))
+    read = merges(read_fields(reading.fields, bits))
+    steps = tuple(tuple(step) for step in extracts(bits, read.cell, x.dtype, reading.offset))
     constants = {
         "PIECES": read.pieces, "RANGES": read.ranges, "STEPS": steps, "PLANES": bits, "DTYPE": DTYPES[x.dtype]
     }  # fmt: skip
-    factor = 2.0 ** (high - bits)
+    if group_scale is not None and group_scale.data_ptr() % 8:
+        group_scale = group_scale.clone()  # it is read 8 bytes at a time
+    scales = Scales(scale, group_scale, 2.0 ** (reading.high - bits))
     if tokens > FEW_TOKENS:
-        triton_unpack.many(x, words, scale, bias, y, factor, constants)
+        triton_unpack.many(x, words, scales, bias, y, constants)
         return y
     if settings is None:
-        settings = few_settings(tokens, rows, columns, bits)
+        settings = with_room_for_groups(few_settings(tokens, rows, x.shape[1], bits), tokens, bits, group_scale)
+    _few_tokens(x, words, scales, bias, y, constants, settings)
+    return y
+
+
+def _few_tokens(
+    x: Tensor,
+    words: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    y: Tensor,
+    constants: dict[str, Any],
+    settings: FewSettings,
+) -> None:
+    """Write into y (tokens, rows) what `linear` returns, for up to 16 tokens."""
+    (tokens, columns), rows, splits = x.shape, y.shape[1], settings.splits
     _, row_tiles, column_tiles, tile_words = words.shape
-    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, factor
-    some_bias = scale if bias is None else bias
-    splits = settings.splits
+    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, scales.factor
+    grouped = grouping(scales.group, spread=settings.spread if tokens == 1 else 0)
     out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    some_bias = scales.row if bias is None else bias
     limit = {} if settings.registers is None else {"maxnreg": settings.registers}
     _few[(triton.cdiv(row_tiles, settings.row_tiles), splits)](
-        x, words, scale, some_bias, out, *sizes, **constants, HAS_BIAS=bias is not None,
-        EVEN=columns % TILE_COLUMNS == 0, TOKEN_TILES=1 if tokens <= 8 else 2, ROW_TILES=settings.row_tiles,
-        WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead, num_warps=settings.warps,
-        num_stages=settings.stages, **limit,
+        x, words, scales.row, scales.group, some_bias, out, *sizes, **constants, HAS_BIAS=bias is not None,
+        EVEN=columns % TILE_COLUMNS == 0, GROUPING=tuple(grouped), TOKEN_TILES=1 if tokens <= 8 else 2,
+        ROW_TILES=settings.row_tiles, WARPS=settings.warps, SPLITS=splits, AHEAD=settings.ahead,
+        num_warps=settings.warps, num_stages=settings.stages, **limit,
     )  # fmt: skip
     if splits > 1:
         _add_splits[(triton.cdiv(y.numel(), _SPLIT_BLOCK),)](
-            out, scale, some_bias, y, rows, y.numel(), factor, SPLITS=splits, HAS_BIAS=bias is not None,
+            out, scales.row, some_bias, y, rows, y.numel(), scales.factor, SPLITS=splits, HAS_BIAS=bias is not None,
             BLOCK=_SPLIT_BLOCK,
         )  # fmt: skip
-    return y
 
 
 def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings:
@@ -242,3 +295,18 @@ def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings
     while programs * splits < 128 and splits * 2 <= steps:
         splits *= 2
     return FewSettings(warps=warps, splits=splits, registers=registers)
+
+
+def with_room_for_groups(settings: FewSettings, tokens: int, bits: int, group_scale: Tensor | None) -> FewSettings:
+    """`settings` with a limit on registers within which nothing is spilled, by counting what the compiler takes.
+
+    Scales that are bytes fit at one token, and up to 16 tokens in groups of 64 and more up to 4 bits.
+    """
+    if group_scale is None or settings.registers is None:
+        return settings
+    in_bytes, runs = group_scale.element_size() == 1, group_scale.shape[3]
+    if tokens == 1:
+        fits = in_bytes or bits <= 4
+    else:
+        fits = bits <= 4 and runs <= 4
+    return settings if fits else settings._replace(registers=112 if tokens == 1 else 168)

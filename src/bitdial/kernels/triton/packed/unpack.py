@@ -6,6 +6,9 @@ Rows are taken in chunks. For each chunk
     2. the library multiplies x by it, with float32 sums;
     3. a kernel multiplies the sums by the scale, adds the bias and writes the chunk's columns of y.
 
+Where groups of inputs have scales, 2 and 3 are one kernel of ours, slower than the library's product: each group is
+summed on its own, and its sums meet their scale in float32.
+
 The matrix is the same memory for all chunks and has at most `CHUNK_WEIGHTS` numbers, 32 MB, which a GPU's L2 cache can
 hold (that of an H200 has 50). It has whole tiles: what lies after the last row and column is written and never read.
 There are at most as many sums at a time, so that a call needs no more than 96 MB beside its result.
@@ -18,12 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton.packed.words import followed_by, slot_numbers, whole_codes
+from bitdial.kernels.triton.packed.groups import Scales
+from bitdial.kernels.triton.packed.words import followed_by, product, slot_numbers, whole_codes
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS
 
 CHUNK_WEIGHTS = 1 << 24
 _WARPS = 4
 _TOKENS, _ROWS = 8, 256  # of a program that writes y: a warp has 16 bytes a thread of one token
+_TILE_TOKENS, _TILE_ROWS = 128, 128  # of a program that multiplies by groups
 
 
 @triton.jit(do_not_specialize=["column_tiles"])
@@ -83,6 +88,40 @@ def _scale_sums(  # type: ignore[no-untyped-def]
     tl.store(y_ptr + token * all_rows + row, y.to(y_ptr.dtype.element_ty), mask=live)
 
 
+@triton.jit(do_not_specialize=["tokens", "column_tiles"])
+def _grouped_product(  # type: ignore[no-untyped-def]
+    x_ptr, matrix_ptr, scale_ptr, group_ptr, bias_ptr, y_ptr, tokens, rows, columns, all_rows, column_tiles, factor,
+    RUNS: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """y (tokens, rows of all_rows) = x @ the matrix (rows, columns) with a scale for each run, plus the bias.
+
+    STEP columns at a time, which divide a run. Rows are the left operand: a thread then has the sums of two of them, or
+    a few, and no more scales to load.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = tl.arange(0, STEP)
+    x_at = x_ptr + (token * columns)[None, :] + inside[:, None]
+    weight_at = matrix_ptr + (row.to(tl.int64) * (column_tiles * 256))[:, None] + inside[None, :]
+    # in `pack_scales`' order: row tile, column tile, row % 8, run, row // 8
+    group_at = group_ptr + row.to(tl.int64) // 16 * (column_tiles * (16 * RUNS))
+    group_at += row % 8 * (2 * RUNS) + row // 8 % 2
+    live_tokens, live_rows = (token < tokens)[None, :], (row < rows)[:, None]
+    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for step in range(columns // STEP):
+        x = tl.load(x_at + step * STEP, mask=live_tokens, other=0.0)
+        weight = tl.load(weight_at + step * STEP, mask=live_rows, other=0.0)
+        run = step * STEP // (256 // RUNS)
+        at = group_at + (run // RUNS * (16 * RUNS) + run % RUNS * 2)
+        scale = tl.load(at, mask=row < rows, other=0).to(tl.float32)
+        total += product(weight, x, tl.zeros((ROWS, TOKENS), dtype=tl.float32)) * scale[:, None]
+    y = total * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    place = (token * all_rows)[None, :] + row[:, None]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=live_tokens & live_rows)
+
+
 def chunk_rows(rows: int, columns: int) -> int:
     """The rows of a chunk: a power of two, or all rows in whole tiles if these are fewer.
 
@@ -93,14 +132,11 @@ def chunk_rows(rows: int, columns: int) -> int:
     return min(1 << (most.bit_length() - 1), triton.cdiv(rows, TILE_ROWS) * TILE_ROWS)
 
 
-def many(
-    x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, y: Tensor, factor: float, unpacking: dict[str, Any]
-) -> None:
-    """Write into y (tokens, rows) what `triton_linear.linear` returns; `unpacking`: constants of `_unpack`."""
-    (tokens, columns), rows = x.shape, y.shape[1]
+def many(x: Tensor, words: Tensor, scales: Scales, bias: Tensor | None, y: Tensor, unpacking: dict[str, Any]) -> None:
+    """Write into y (tokens, rows) what `linear.linear` returns; `unpacking`: constants of `_unpack`."""
+    columns, rows = x.shape[1], y.shape[1]
     _, row_tiles, column_tiles, tile_words = words.shape
     chunk = chunk_rows(rows, column_tiles * TILE_COLUMNS)
-    step = CHUNK_WEIGHTS // chunk
     matrix = torch.empty((chunk, column_tiles * TILE_COLUMNS), dtype=x.dtype, device=x.device)
     for first in range(0, rows, chunk):
         last = min(first + chunk, rows)
@@ -109,13 +145,36 @@ def many(
             words[:, first // TILE_ROWS :], matrix, row_tiles * column_tiles * tile_words, column_tiles, **unpacking,
             WARPS=_WARPS, num_warps=_WARPS,
         )  # fmt: skip
-        weight = matrix[: last - first, :columns]
-        for token in range(0, tokens, step):
-            some = x[token : token + step]
-            _scale_sums[(triton.cdiv(len(some), _TOKENS), triton.cdiv(last - first, _ROWS))](
-                _product(some, weight), scale[first:], scale if bias is None else bias[first:], y[token:, first:],
-                len(some), last - first, rows, factor, HAS_BIAS=bias is not None, TOKENS=_TOKENS, ROWS=_ROWS,
-            )  # fmt: skip
+        group = None if scales.group is None else scales.group[first // TILE_ROWS :]
+        some_scales = Scales(scales.row[first:], group, scales.factor)
+        some_bias = None if bias is None else bias[first:]
+        if group is None:
+            _scaled(x, matrix[: last - first, :columns], some_scales, some_bias, y[:, first:], CHUNK_WEIGHTS // chunk)
+        else:
+            _scaled_by_group(x, matrix[: last - first], some_scales, some_bias, y[:, first:])
+
+
+def _scaled(x: Tensor, weight: Tensor, scales: Scales, bias: Tensor | None, y: Tensor, step: int) -> None:
+    """Write into the first columns of `y` the product with `weight` (rows, columns), `step` tokens at a time."""
+    rows = len(weight)
+    for token in range(0, len(x), step):
+        some = x[token : token + step]
+        _scale_sums[(triton.cdiv(len(some), _TOKENS), triton.cdiv(rows, _ROWS))](
+            _product(some, weight), scales.row, scales.row if bias is None else bias, y[token:], len(some), rows,
+            y.stride(0), scales.factor, HAS_BIAS=bias is not None, TOKENS=_TOKENS, ROWS=_ROWS,
+        )  # fmt: skip
+
+
+def _scaled_by_group(x: Tensor, matrix: Tensor, scales: Scales, bias: Tensor | None, y: Tensor) -> None:
+    """Write into the first columns of `y` the product with `matrix` (rows, whole tiles), a scale for each run."""
+    assert scales.group is not None
+    (tokens, columns), (rows, whole), runs = x.shape, matrix.shape, scales.group.shape[3]
+    some_bias = scales.row if bias is None else bias
+    _grouped_product[(triton.cdiv(tokens, _TILE_TOKENS), triton.cdiv(rows, _TILE_ROWS))](
+        x, matrix, scales.row, scales.group, some_bias, y, tokens, rows, columns, y.stride(0),
+        whole // TILE_COLUMNS, scales.factor, RUNS=runs, HAS_BIAS=bias is not None, TOKENS=_TILE_TOKENS,
+        ROWS=_TILE_ROWS, STEP=min(TILE_COLUMNS // runs, 64), num_warps=8, num_stages=3,
+    )  # fmt: skip
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

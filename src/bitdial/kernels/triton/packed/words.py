@@ -1,4 +1,4 @@
-"""Triton functions that turn packed words into pairs of bf16 or fp16 numbers; `layouts` draws the words.
+"""Triton functions that turn packed words into pairs of bf16 or fp16 numbers; `word_layout` draws the words.
 
 A word is an int32 with two 16-bit lanes, and every step works on both lanes at once:
 
@@ -70,7 +70,7 @@ def merge(words, PIECES: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, CEL
 
 @triton.jit
 def whole_codes(words, PIECES: tl.constexpr, RANGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words of whole codes from words of fields, by `layouts.Merges`."""
+    """Words of whole codes from words of fields, by `word_layout.Merges`."""
     parts = ()
     for m in tl.static_range(len(RANGES) - 1):
         parts = parts + merge(words, PIECES, RANGES[m][0], RANGES[m][1], RANGES[m][2])
@@ -135,10 +135,10 @@ def numbers(  # type: ignore[no-untyped-def]
     TIMES: tl.constexpr,
     PLUS: tl.constexpr,
     SIGN_MASK: tl.constexpr,
-    HALF: tl.constexpr,
+    LATER: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The values of one slot by `layouts.Extract`, in a new last dimension of 2: the lanes."""
+    """The values of one slot by `word_layout.Extract`, in a new last dimension of 2: the lanes."""
     word = shifted(cells[WORD], -SHIFT)
     magic = tl.full(word.shape, MAGIC, tl.int32)
     times = tl.full(word.shape, TIMES, tl.int32)
@@ -148,9 +148,9 @@ def numbers(  # type: ignore[no-untyped-def]
         pair = multiply_add(sign, times, pair, DTYPE)
     else:
         pair = multiply_add(pair, times, tl.full(word.shape, PLUS, tl.int32), DTYPE)
-    if HALF != 0:
+    if LATER != 0:
         one: tl.constexpr = 0x3F803F80 if DTYPE == tl.bfloat16 else 0x3C003C00  # noqa: SIM300
-        pair = multiply_add(pair, tl.full(word.shape, one, tl.int32), tl.full(word.shape, HALF, tl.int32), DTYPE)
+        pair = multiply_add(pair, tl.full(word.shape, one, tl.int32), tl.full(word.shape, LATER, tl.int32), DTYPE)
     low, high = halves(pair, DTYPE)
     return tl.join(low, high)
 
