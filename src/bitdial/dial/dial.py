@@ -50,9 +50,9 @@ class Board(Generic[Steps]):
         self.norms: dict[str, FollowingNorm] = {}
         self._remembered: dict[BitPlan, Steps] = {}
         if model is not None:
-            self.know(model)
+            self.register(model)
 
-    def know(self, model: nn.Module) -> None:
+    def register(self, model: nn.Module) -> None:
         """Take the layers and norms of `model` for those that `set_bits` switches."""
         modules = dict(unwrap(model).named_modules())
         self.layers = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_bits")}
@@ -68,7 +68,7 @@ class Board(Generic[Steps]):
             if len(self._remembered) >= MOST_REMEMBERED:
                 self._remembered.pop(next(iter(self._remembered)))  # the oldest
             self._remembered[plan] = steps
-        self._take(steps)
+        self._apply(steps)
 
     def choose(self, plan: "BitPlan") -> Selection:
         """What `plan` selects, layers first; checks everything."""
@@ -86,7 +86,7 @@ class Board(Generic[Steps]):
         """What is to be done for `chosen`; it is done again later, so it holds nothing of the present state."""
         raise NotImplementedError
 
-    def _take(self, steps: Steps) -> None:
+    def _apply(self, steps: Steps) -> None:
         raise NotImplementedError
 
 
@@ -96,7 +96,7 @@ class _OneByOne(Board[Selection]):
     def _steps(self, chosen: Selection) -> Selection:
         return chosen
 
-    def _take(self, steps: Selection) -> None:
+    def _apply(self, steps: Selection) -> None:
         for name, pair in steps.items():
             self.select(name, *pair)
 

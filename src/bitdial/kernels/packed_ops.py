@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.kernels.fake_quantize import triton_runs
+from bitdial.kernels.dispatch import triton_runs
 from bitdial.kernels.word_layout import nested_fields, pack_words, read_fields, unpack_words, words_shape
 
 DTYPES = (torch.bfloat16, torch.float16)

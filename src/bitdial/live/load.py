@@ -88,7 +88,7 @@ def load_into(
 
     live = _assemble(artifact, model, make_layers, bits=offered[0]).eval().requires_grad_(False)
     for board in {layer.board for layer in live.modules() if isinstance(layer, ArenaLinear)}:  # there is one or none
-        board.serve(live)
+        board.attach(live)
     if dtype is not None:
         _convert(live, dtype)
     live = live.to(device)

@@ -26,7 +26,6 @@ from bitdial import (
     build_model,
     code_exact,
     export_onnx,
-    kernel_choice,
     load,
     prepare,
     read_artifact,
@@ -36,6 +35,7 @@ from bitdial import (
 )
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
+from bitdial.live import kernel_choice
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.integer.graph import Call, LayerCall
 from bitdial.live.engines.integer.layers import IntegerConv2d, IntegerLayer

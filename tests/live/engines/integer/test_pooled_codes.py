@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bitdial.kernels.pool_ops import run_max_pool
 from torch import Tensor, fx, nn
 
 from bitdial import BitPlan, QuantConfig, code_exact, load, prepare, save, set_bits
 from bitdial.dial.dial import dialled_layers
 from bitdial.graph.patterns import MAX_POOLS, max_pool
-from bitdial.kernels.pool_ops import run_max_pool
 from bitdial.live.engines.integer import IntegerModel, graph
 from bitdial.live.engines.integer.graph import Call
 from bitdial.models.resnet import BasicBlock, Bottleneck, make_stage

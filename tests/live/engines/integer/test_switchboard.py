@@ -24,11 +24,11 @@ from bitdial import (
     code_exact,
     get_bits,
     load,
-    plan,
     prepare,
     save,
     set_bits,
 )
+from bitdial.dial import plan
 from bitdial.dial.dial import SWITCHBOARD, dialled_layers
 from bitdial.errors import ConfigError, PlanError
 from bitdial.live.engines.integer import switchboard

@@ -19,7 +19,6 @@ from bitdial import (
     code_exact,
     export_onnx,
     get_bits,
-    kernel_choice,
     load,
     prepare,
     read_artifact,
@@ -31,6 +30,7 @@ from bitdial import functional as bf
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
 from bitdial.kernels.weight_pool import PackedArena
+from bitdial.live import kernel_choice
 from bitdial.live.engines.packed import ArenaLinear, NestedLinear, WordsLinear
 from bitdial.live.layers import PackedLayer
 

@@ -5,8 +5,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, run_mean, run_powers
-from bitdial.kernels.integer_ops import Outputs
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.fixed_point import run_fixed_point_conv2d, run_mean, run_sample_scales
+from bitdial.kernels.operands import FixedPointOperands
 from bitdial.live.engines.exact import (
     ExactAdaptiveAvgPool2d,
     ExactConv2d,
@@ -41,22 +42,19 @@ class FixedPointLayer(KernelLayer):
         """`weight` in the order (K, R, S, C)."""
         raise NotImplementedError
 
-    def run(self, x: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
+    def run(self, x: Tensor, *, residual: Tensor | None = None, **epilogue: Any) -> Outputs:
         """As in KernelLayer, for float32; each sample, dimension 0 of a batch, has its own power."""
         self.check_shape(x)
         by_sample = x.dim() > (3 if isinstance(self, nn.Conv2d) else 1)
-        powers = run_powers(x if by_sample else x[None], float_layer_bits(cast(Any, self)))
+        scales = run_sample_scales(x if by_sample else x[None], float_layer_bits(cast(Any, self)))
         images = self.as_images(x).shape[0]
-        powers = powers[:, :, None].expand(2, -1, images // max(powers.shape[1], 1)).reshape(2, images)
-        return super().run(x, other=other, powers=powers, **finish)
+        scales = scales[:, :, None].expand(2, -1, images // max(scales.shape[1], 1)).reshape(2, images)
+        return super().run(x, residual=residual, sample_scales=scales, **epilogue)
 
-    def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, Any], finish: dict[str, Any]) -> Outputs:
-        stride, padding = moves
-        return fixed_point_conv2d(
-            x, self.integers, finish["powers"], self.weight_power, cast(Tensor | None, self.bias), finish.get("norm"),
-            other, finish.get("first"), finish.get("second"), list(stride), list(padding), finish.get("cap"),
-            finish.get("keep", True),
-        )  # fmt: skip
+    def run_images(self, x: Tensor, residual: Tensor | None, **epilogue: Any) -> Outputs:
+        scales, bias = epilogue.pop("sample_scales"), cast(Tensor | None, self.bias)
+        operands = FixedPointOperands(self.integers, scales, self.weight_power, bias)
+        return run_fixed_point_conv2d(x, operands, self.conv_shape(x), Epilogue(residual=residual, **epilogue))
 
 
 class FixedPointConv2d(FixedPointLayer, ConvShapes, ExactConv2d):
@@ -66,9 +64,6 @@ class FixedPointConv2d(FixedPointLayer, ConvShapes, ExactConv2d):
 
     def filters(self, weight: Tensor) -> Tensor:
         return weight.permute(0, 2, 3, 1)
-
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, (self.stride, padding_of(self)), finish)
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution of the rounded input and weight, exactly."""
@@ -82,9 +77,6 @@ class FixedPointLinear(FixedPointLayer, LinearShapes, ExactLinear):
 
     def filters(self, weight: Tensor) -> Tensor:
         return weight[:, None, None, :]
-
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, ((1, 1), (0, 0)), finish)
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of the rounded input and weight, exactly."""

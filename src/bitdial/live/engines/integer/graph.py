@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_cap
-from bitdial.kernels.integer_ops import Outputs, missing_on, run_finish
-from bitdial.kernels.pool_ops import run_max_pool
+from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_max
+from bitdial.kernels.dispatch import missing_on
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.integer import run_epilogue
+from bitdial.kernels.max_pool import run_max_pool
 from bitdial.live.engines.exact import ExactLayer
 from bitdial.live.engines.integer.float_layers import FixedPointPool
 from bitdial.live.engines.integer.layers import IntegerLayer, IntegerNorm
@@ -60,8 +62,10 @@ class Call(nn.Module):
 
     def ending(self, other: Tensor | None) -> dict[str, Any]:
         """Arguments of the operators for what follows."""
-        first, second = (*(layer.quantizer for layer in self.readers), None, None)[:2]
-        return {"other": other, "cap": self.cap, "first": first, "second": second, "keep": self.keep}
+        a, b = (*(layer.quantizer for layer in self.readers), None, None)[:2]
+        affine = None if self.norm is None else self.norm.lines
+        fields = {"norm_affine": affine, "residual": other, "relu_max": self.cap, "quantizer_a": a, "quantizer_b": b}
+        return {**fields, "keep_value": self.keep}
 
     def finish_apart(self, value: Tensor, other: Tensor | None) -> tuple[Tensor, ...]:
         """Value and codes by the modules themselves, one after the other."""
@@ -93,8 +97,7 @@ class LayerCall(Call):
         self.layer.check_shape(x)
         fits = self.norm is None or self.layer.is_batch(x)
         if fits and (other is None or _adds(other, self.layer.output_shape(x))):
-            lines = None if self.norm is None else self.norm.lines
-            return self.layer.run(x, norm=lines, **self.ending(other))
+            return self.layer.run(x, **self.ending(other))
         return self.finish_apart(self.layer.run(x)[0], other)
 
 
@@ -105,8 +108,7 @@ class ValueCall(Call):
         """(value, codes of the first reader, of the second)."""
         fits = x.dtype == torch.float32 and (self.norm is None or x.dim() in (2, 4))
         if fits and (other is None or _adds(other, tuple(x.shape))):
-            lines = None if self.norm is None else self.norm.lines
-            return run_finish(x, lines, **self.ending(other))
+            return run_epilogue(x, Epilogue(**self.ending(other)))
         return self.finish_apart(x, other)
 
 
@@ -192,7 +194,7 @@ def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | N
     if user is not None and (other := added(chain[-1], user)) is not None:
         chain.append(user)
         user = only_user(user)
-    if user is not None and (cap := relu_cap(graph, user)) is not None:
+    if user is not None and (cap := relu_max(graph, user)) is not None:
         chain.append(user)
     return other, cap
 

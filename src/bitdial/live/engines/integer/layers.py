@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.dial.dial import SWITCHBOARD
 from bitdial.errors import QuantizationError
-from bitdial.kernels.integer_ops import Outputs, run_conv2d, run_finish
-from bitdial.kernels.switch_ops import grid_of
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.integer import run_conv2d, run_epilogue
+from bitdial.kernels.operands import IntegerOperands
+from bitdial.kernels.switch import grid_of
 from bitdial.kernels.width_table import SECOND
 from bitdial.live.engines.exact import (
     ExactAdaptiveAvgPool2d,
@@ -50,7 +52,7 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
     """What IntegerConv2d and IntegerLinear share. Abstract.
 
     Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`,
-    `halves` (None for codes that are never centred at 8 bits); see `bitdial.kernels.integer_ops`.
+    `halves` (None for codes that are never centred at 8 bits); see `bitdial.kernels.operands`.
     """
 
     integers: Tensor
@@ -123,19 +125,16 @@ class IntegerLayer(BoardPart, KernelLayer, ExactLayer):
             raise QuantizationError(
                 f"layer {self.called!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
             )
-        return run_finish(x.float(), None, None, self.quantizer, None, None, False)[1]
+        return run_epilogue(x.float(), Epilogue(quantizer_a=self.quantizer, keep_value=False))[1]
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer at the selected widths."""
         return self.run(self.codes_of(input))[0]
 
-    def _run(self, x: Tensor, other: Tensor | None, moves: tuple[Any, ...], finish: dict[str, Any]) -> Outputs:
-        stride, padding, dilation, groups = moves
-        return run_conv2d(
-            x, self.integers, self.pad, self.correction, self.factor, self.halves, cast(Tensor | None, self.bias),
-            finish.get("norm"), other, finish.get("first"), finish.get("second"), list(stride), list(padding),
-            list(dilation), groups, finish.get("cap"), finish.get("keep", True),
-        )  # fmt: skip
+    def run_images(self, x: Tensor, residual: Tensor | None, **epilogue: Any) -> Outputs:
+        bias = cast(Tensor | None, self.bias)
+        operands = IntegerOperands(self.integers, self.pad, self.correction, self.factor, self.halves, bias)
+        return run_conv2d(x, operands, self.conv_shape(x), Epilogue(residual=residual, **epilogue))
 
 
 class IntegerConv2d(IntegerLayer, ConvShapes, ExactQuantizedConv2d):
@@ -149,9 +148,6 @@ class IntegerConv2d(IntegerLayer, ConvShapes, ExactQuantizedConv2d):
     def weight_of(self, filters: Tensor) -> Tensor:
         return filters.permute(0, 3, 1, 2)
 
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, (self.stride, padding_of(self), self.dilation, self.groups), finish)
-
 
 class IntegerLinear(IntegerLayer, LinearShapes, ExactQuantizedLinear):
     """PackedLinear on integer kernels."""
@@ -163,9 +159,6 @@ class IntegerLinear(IntegerLayer, LinearShapes, ExactQuantizedLinear):
 
     def weight_of(self, filters: Tensor) -> Tensor:
         return filters[:, 0, 0]
-
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
-        return self._run(x, other, ((1, 1), (0, 0), (1, 1), 1), finish)
 
 
 class IntegerNorm(nn.Module):
@@ -180,7 +173,7 @@ class IntegerNorm(nn.Module):
     def normalize(self, x: Tensor) -> Tensor:
         """x * multiplier + offset, each rounded once."""
         if x.dim() in (2, 4) and x.dtype == torch.float32:
-            return run_finish(x, self.lines, None, None, None, None, True)[0]
+            return run_epilogue(x, Epilogue(norm_affine=self.lines))[0]
         multiplier, offset = (line.view(1, -1, *(1,) * (x.dim() - 2)) for line in self.lines)
         return x * multiplier + offset
 

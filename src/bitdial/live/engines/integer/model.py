@@ -54,7 +54,7 @@ class IntegerModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        getattr(self._orig_mod, SWITCHBOARD).follow()  # where operands have been moved
+        getattr(self._orig_mod, SWITCHBOARD).rebind()  # where operands have been moved
         self._fused = (fuse(self._orig_mod),)  # tensors that it holds itself have moved
         return self
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.integer_ops import STORED_SHIFT
-from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.epilogue import STORED_SHIFT
+from bitdial.kernels.operands import PAD_CODES
 
 Tables = dict[str, Tensor]  # (choices, ...) by the name of the buffer that holds the row in use
 

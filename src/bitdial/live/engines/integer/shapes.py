@@ -5,16 +5,21 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.integer_ops import Outputs
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.epilogue import Outputs
 
 
 class KernelLayer(nn.Module):
-    """A layer that runs by one operator together with what follows it. Abstract."""
+    """A layer that runs by one operator together with its epilogue. Abstract."""
 
     called: str  # its name in the model, for errors
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of the layer's output for an input like x."""
+        raise NotImplementedError
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        """Sizes of the layer as a convolution of an input like x."""
         raise NotImplementedError
 
     def is_batch(self, x: Tensor) -> bool:
@@ -25,16 +30,16 @@ class KernelLayer(nn.Module):
         """Input or output x as (N, channels, H, W)."""
         raise NotImplementedError
 
-    def run_images(self, x: Tensor, other: Tensor | None, **finish: Any) -> Outputs:
+    def run_images(self, x: Tensor, residual: Tensor | None, **epilogue: Any) -> Outputs:
         """Value and codes of the images x; see the operators."""
         raise NotImplementedError
 
-    def run(self, x: Tensor, *, other: Tensor | None = None, **finish: Any) -> Outputs:
-        """Value and codes behind the layer and what follows: `norm`, `other`, `cap`, `first`, `second`, `keep`."""
+    def run(self, x: Tensor, *, residual: Tensor | None = None, **epilogue: Any) -> Outputs:
+        """Value and codes behind the layer and its epilogue, whose other fields are given by name."""
         self.check_shape(x)
         shape = self.output_shape(x)
-        images = None if other is None else self.as_images(other)
-        outputs = self.run_images(self.as_images(x), images, **finish)
+        images = None if residual is None else self.as_images(residual)
+        outputs = self.run_images(self.as_images(x), images, **epilogue)
         return cast(
             Outputs, tuple(out.reshape(shape) if out.dim() == 4 and out.shape != shape else out for out in outputs)
         )
@@ -48,13 +53,15 @@ class ConvShapes(KernelLayer, nn.Conv2d):
     """The shapes of a convolution. Abstract."""
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
-        padding = padding_of(self)
+        shape = self.conv_shape(x)
+        return *x.shape[:-3], self.out_channels, shape.out_height, shape.out_width
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        padding, (channels, height, width) = padding_of(self), x.shape[-3:]
         assert padding is not None
-        sizes = (
-            (x.shape[i - 2] + 2 * padding[i] - self.dilation[i] * (self.kernel_size[i] - 1) - 1) // self.stride[i] + 1
-            for i in range(2)
-        )
-        return *x.shape[:-3], self.out_channels, *sizes
+        filters = (self.out_channels, self.kernel_size[0], self.kernel_size[1])
+        stride, dilation = cast(tuple[int, int], self.stride), cast(tuple[int, int], self.dilation)
+        return ConvShape.of((channels, height, width), filters, stride, padding, dilation, self.groups)
 
     def is_batch(self, x: Tensor) -> bool:
         return x.dim() == 4
@@ -75,6 +82,9 @@ class LinearShapes(KernelLayer, nn.Linear):
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         return *x.shape[:-1], self.out_features
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        return ConvShape.of((self.in_features, 1, 1), (self.out_features, 1, 1), (1, 1), (0, 0))
 
     def is_batch(self, x: Tensor) -> bool:
         return x.dim() == 2

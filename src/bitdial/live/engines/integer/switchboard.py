@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from bitdial.dial.dial import Board, Selection
 from bitdial.errors import ConfigError
-from bitdial.kernels.in_place import BLOCK_WORDS, Numbers, send
-from bitdial.kernels.switch_ops import BLOCK_BYTES, switch_
+from bitdial.kernels.ops import switch_
+from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, Numbers, send
 from bitdial.live.engines.integer.operands import Tables
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
 
 
 class Codes(NamedTuple):
-    """Stored codes as they lie in the master, and how they are narrowed; see `bitdial.kernels.switch_ops`."""
+    """Stored codes as they lie in the master, and how they are narrowed; see `bitdial.kernels.switch`."""
 
     filters: Tensor
     high: int
@@ -131,11 +131,11 @@ class Switchboard(Board[_Steps]):
 
     def select_alone(self, part: BoardPart, first: int, second: int) -> None:
         """Select these widths for `part`."""
-        self.follow()
+        self.rebind()
         needs = self._needs[part][first, second]
         numbers = self._held.copy()
         numbers[self._keys[part]] = needs.numbers
-        self._bring(numbers)
+        self._upload(numbers)
         vars(part).update(needs.attributes)
 
     def reload(self, part: BoardPart) -> None:
@@ -146,7 +146,7 @@ class Switchboard(Board[_Steps]):
             self._held[self._keys[part]] = NOTHING
         self.select_alone(part, *part.selected)
 
-    def follow(self) -> None:
+    def rebind(self) -> None:
         """Lay everything out anew if the parts' operands have been moved away."""
         if not self._is_bound():
             self.bind()
@@ -166,15 +166,15 @@ class Switchboard(Board[_Steps]):
         others = {name: pair for name, pair in chosen.items() if name not in self._parts}
         return _Steps(np.array(numbers, np.int32), attributes, others)
 
-    def _take(self, steps: _Steps) -> None:
-        self.follow()
-        self._bring(steps.numbers)
+    def _apply(self, steps: _Steps) -> None:
+        self.rebind()
+        self._upload(steps.numbers)
         for part, attributes in zip(self._parts.values(), steps.attributes, strict=True):
             part.__dict__.update(attributes)  # setting attributes of modules one by one takes far longer
         for name, pair in steps.others.items():
             self.select(name, *pair)
 
-    def _bring(self, numbers: Numbers) -> None:
+    def _upload(self, numbers: Numbers) -> None:
         """Bring the operands to `numbers`, where these are new."""
         changes = numbers != self._held
         if changes.any():
@@ -202,7 +202,7 @@ class Switchboard(Board[_Steps]):
         self._bind_words(device)
         self._wanted = torch.zeros(2, len(numbers), dtype=torch.int32, device=device)
         self._held = np.full(len(numbers), NOTHING, np.int32)
-        self._bring(np.array(numbers, np.int32))
+        self._upload(np.array(numbers, np.int32))
 
     def _device(self) -> torch.device:
         devices = {tensor.device for part in self._parts.values() for tensor in (*part.parameters(), *part.buffers())}

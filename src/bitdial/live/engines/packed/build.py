@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.artifact import Artifact
-from bitdial.kernels.host_weight_pool import HostArena
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.host_weight_pool import HostWeightPool
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import nested_fields, pack_words
 from bitdial.live.engines.packed.layers import ArenaBoard, ArenaLinear, NestedLinear
 
-ARENAS: dict[str, type[PackedArena]] = {"device": PackedArena, "host": HostArena}
+ARENAS: dict[str, type[PackedWeightPool]] = {"device": PackedWeightPool, "host": HostWeightPool}
 
 
 def packed_linears(

@@ -18,7 +18,7 @@ from bitdial import functional as bf
 from bitdial.dial.dial import SWITCHBOARD, Board, Selection
 from bitdial.errors import QuantizationError
 from bitdial.kernels.packed_ops import DTYPES, packed_linear
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import packed_fields, unpack_words
 from bitdial.live.hidden_weight import HiddenWeight, HidesWeight
 
@@ -112,9 +112,9 @@ class NestedLinear(WordsLinear):
 
 
 class ArenaBoard(Board[Selection]):
-    """The switchboard of a model whose layers lie in an arena: all change by one call of `PackedArena.set_bits`."""
+    """The switchboard of a model whose layers lie in a pool: all change by one call of `PackedWeightPool.set_bits`."""
 
-    def __init__(self, arena: PackedArena):
+    def __init__(self, arena: PackedWeightPool):
         super().__init__()
         self.arena = arena
 
@@ -124,15 +124,15 @@ class ArenaBoard(Board[Selection]):
         new.layers, new.norms = copy.deepcopy((self.layers, self.norms), memo)
         return new
 
-    def serve(self, model: nn.Module) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Be what `set_bits` switches `model` by."""
-        self.know(model)
+        self.register(model)
         setattr(model, SWITCHBOARD, self)
 
     def _steps(self, chosen: Selection) -> Selection:
         return chosen
 
-    def _take(self, steps: Selection) -> None:
+    def _apply(self, steps: Selection) -> None:
         self.arena.set_bits({name: bits for name, (bits, _) in steps.items() if name in self.arena.names})
         for name, pair in steps.items():
             if name in self.arena.names:

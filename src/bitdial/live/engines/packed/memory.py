@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from bitdial.dial.dial import unwrap
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.live.engines.packed.layers import ArenaLinear, NestedLinear
 from bitdial.live.layers import PackedLayer
 
@@ -32,7 +32,7 @@ def resident_bytes(model: nn.Module) -> dict[str, int]:
     return {**found, "other": _bytes([*everything, *(t for ts in parts.values() for t in ts)]) - sum(found.values())}
 
 
-def _tensors(arena: PackedArena) -> list[Tensor]:
+def _tensors(arena: PackedWeightPool) -> list[Tensor]:
     return [getattr(arena, part) for part in arena.on_device]
 
 
