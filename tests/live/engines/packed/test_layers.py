@@ -29,7 +29,7 @@ from bitdial import (
 from bitdial import functional as bf
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.live import kernel_choice
 from bitdial.live.engines.packed import ArenaLinear, NestedLinear, WordsLinear
 from bitdial.live.layers import PackedLayer
@@ -179,8 +179,8 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     arena = layers["first"].board.arena  # type: ignore[attr-defined]
     addresses = {name: layer.words.data_ptr() for name, layer in layers.items()}
     calls = []
-    switch = PackedArena.set_bits
-    monkeypatch.setattr(PackedArena, "set_bits", lambda self, plan: (calls.append(plan), switch(self, plan)))
+    switch = PackedWeightPool.set_bits
+    monkeypatch.setattr(PackedWeightPool, "set_bits", lambda self, plan: (calls.append(plan), switch(self, plan)))
     plans = [4, MIXED, 2]
     for plan in plans:
         set_bits(packed, plan)

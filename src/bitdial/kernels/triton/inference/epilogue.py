@@ -127,7 +127,8 @@ def _sums_epilogue(  # type: ignore[no-untyped-def]
     by_channel,
     numbers,
     residual_ptr,
-    quantizers,
+    quantizer_a,
+    quantizer_b,
     outs,
     K: tl.constexpr,
     RELU: tl.constexpr,
@@ -136,7 +137,6 @@ def _sums_epilogue(  # type: ignore[no-untyped-def]
     """The epilogue of the sums (pixels, channels) of the output pixels p, by the `numbers` of these channels."""
     _, _, bias_ptr, norm_affine_ptr = by_channel
     correction, factor, bias, multiplier, offset = numbers
-    quantizer_a, quantizer_b = quantizers
     value_ptr, codes_a_ptr, codes_b_ptr = outs
     y = (sums + correction).to(tl.float32) * factor
     if bias_ptr is not None:

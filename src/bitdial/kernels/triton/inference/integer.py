@@ -170,7 +170,6 @@ def _convolve(  # type: ignore[no-untyped-def]
     channel, used = (group * KG + k)[None, :], (k < KG)[None, :]
     quantizer_a = quantizer_a_ptr if quantizer_a_ptr is None else _quantizer(quantizer_a_ptr, RELU)
     quantizer_b = quantizer_b_ptr if quantizer_b_ptr is None else _quantizer(quantizer_b_ptr, RELU)
-    quantizers = (quantizer_a, quantizer_b)
     doubled = 0 if doubled_ptr is None else tl.load(doubled_ptr)
     by_channel = (correction_ptr, factor_ptr, bias_ptr, norm_affine_ptr)
     outs = (value_ptr, codes_a_ptr, codes_b_ptr)
@@ -191,7 +190,8 @@ def _convolve(  # type: ignore[no-untyped-def]
             if doubled != 0:
                 sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
             _sums_epilogue(
-                sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizers, outs, K, RELU, RELU_MAX
+                sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizer_a, quantizer_b, outs, K, RELU,
+                RELU_MAX,
             )  # fmt: skip
     else:
         p = tl.program_id(0) // ACROSS * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -215,8 +215,21 @@ def _convolve(  # type: ignore[no-untyped-def]
                 sums = tl.dot(x, _weights(step, filter_ptr, RUN, BLOCK_C), sums, out_dtype=tl.int32)
         numbers = _channel_numbers(by_channel, channel, used, K)
         _sums_epilogue(
-            sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizers, outs, K, RELU, RELU_MAX
-        )
+            sums,
+            p,
+            pixels,
+            channel,
+            used,
+            by_channel,
+            numbers,
+            residual_ptr,
+            quantizer_a,
+            quantizer_b,
+            outs,
+            K,
+            RELU,
+            RELU_MAX,
+        )  # fmt: skip
 
 
 def convolve(

@@ -64,10 +64,22 @@ def _convolve_depthwise(  # type: ignore[no-untyped-def]
             sums += x * (w * (1 + doubled) + doubled)[None, :]  # w or 2 * w + 1
     quantizer_a = quantizer_a_ptr if quantizer_a_ptr is None else _quantizer(quantizer_a_ptr, RELU)
     quantizer_b = quantizer_b_ptr if quantizer_b_ptr is None else _quantizer(quantizer_b_ptr, RELU)
-    quantizers = (quantizer_a, quantizer_b)
     by_channel = (correction_ptr, factor_ptr, bias_ptr, norm_affine_ptr)
     outs = (value_ptr, codes_a_ptr, codes_b_ptr)
     numbers = _channel_numbers(by_channel, c[None, :], used, C)
     _sums_epilogue(
-        sums, p, pixels, c[None, :], used, by_channel, numbers, residual_ptr, quantizers, outs, C, RELU, RELU_MAX
+        sums,
+        p,
+        pixels,
+        c[None, :],
+        used,
+        by_channel,
+        numbers,
+        residual_ptr,
+        quantizer_a,
+        quantizer_b,
+        outs,
+        C,
+        RELU,
+        RELU_MAX,
     )

@@ -1,29 +1,24 @@
 """The switch operator: every code, width and rule against `functional.narrow`; rows of words; only what changes.
 
-The reference runs here. The kernel runs on a GPU; elsewhere this file runs itself once more with Triton's interpreter.
+The reference runs here, the kernel on a GPU and under Triton's interpreter (`test_interpreter.py`).
 """
 
-import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.switch_ops import BLOCK_BYTES, BLOCK_WORDS, switch_
+from bitdial.kernels.ops import switch_
+from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, grid_of
 from bitdial.kernels.width_table import SECOND
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.interpreter
 HIGHS = range(2, 9)
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 def ints(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
@@ -42,14 +37,20 @@ def every_code() -> Tensor:
     return torch.cat(blocks).char().to(DEVICE)
 
 
-@pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("scheme, ties", [("double_rounding", "even"), ("double_rounding", "up"), ("truncate", "even")])
-def test_every_code_and_width(scheme: str, ties: str, centred: bool) -> None:
-    second = SECOND["floor" if scheme == "truncate" else f"nearest {ties}"]
+@pytest.mark.parametrize(
+    "scheme, ties",
+    [("double_rounding", "even"), ("double_rounding", "up"), ("truncate", "even"), ("centred", "even"),
+     ("nested", "even"), ("nested+8", "even")],
+)  # fmt: skip
+def test_every_code_and_width(scheme: str, ties: str) -> None:
+    """The weight's integers, which the scheme says, of every code; centred ones of 8 bits as their codes."""
+    rule = bf.scheme_of(scheme)
+    second = SECOND[rule.second_rounding(ties)]
     master = every_code()
     for low in HIGHS:
         active = torch.full_like(master, 77)
-        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, second, int(centred)) for i, high in enumerate(HIGHS)]
+        how = (second, grid_of(scheme))
+        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, *how) for i, high in enumerate(HIGHS)]
         wanted = ints([[low] * len(lines), [int(high >= low) for high in HIGHS]], len(lines))
         empty = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         switch_(master, active, empty, empty.clone(), ints(lines, 6), ints([], 5), wanted)
@@ -57,8 +58,9 @@ def test_every_code_and_width(scheme: str, ties: str, centred: bool) -> None:
             block = slice(i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES)
             expected = torch.full((BLOCK_BYTES,), 77, dtype=torch.int8)
             if high >= low:
-                expected = bf.narrow(master[block].cpu(), high=high, low=low, scheme=scheme, ties=ties)
-                expected = 2 * expected + 1 if centred and low < 8 else expected
+                codes = bf.narrow(master[block].cpu(), high=high, low=low, scheme=scheme, ties=ties)
+                factor, addend = rule.integers(high - low) if rule.fits_int8(low) else (1, 0)
+                expected = (factor * codes.int() + addend).to(torch.int8)
             assert torch.equal(active[block].cpu(), expected), (high, low)
 
 

@@ -1,7 +1,7 @@
 """Layers kept in float, by the fixed-point operator, against their definition in `bitdial.live.engines.exact`.
 
-On a GPU the kernel runs compiled. Elsewhere this file runs itself once more in a process with Triton's interpreter;
-without it, the same tests see the operator's reference.
+On a GPU kernels run compiled, in `test_interpreter.py` under Triton's interpreter; elsewhere the same tests see
+the operator's reference.
 """
 
 import copy
@@ -9,29 +9,23 @@ import importlib.util
 import math
 import os
 import struct
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, fixed_point_mean, sample_powers
 from torch import Tensor, nn
 
 from bitdial.functional.fixed_point import fixed_point_powers
 from bitdial.kernels import fixed_point_ops as fixed_point
-from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, fixed_point_mean, sample_powers
 from bitdial.live.engines.exact import ExactAdaptiveAvgPool2d, ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
 from bitdial.live.engines.integer.float_layers import serves_float
 from bitdial.live.engines.integer.layers import to_integer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
+pytestmark = pytest.mark.interpreter
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -87,7 +81,7 @@ def test_linear_layers(shape: tuple[int, ...]) -> None:
     assert torch.equal(made(x), exact(x))
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("processors", [1, 2, 132])
 @pytest.mark.parametrize(
     ("layer", "pixels"),
@@ -110,7 +104,7 @@ def test_tiles_for_many_pixels_for_few_and_for_many_terms(
     assert sizes == [dict(zip((1, 2, 132), pixels, strict=True))[processors]]
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(("largest", "launches"), [(14 * 15 * 3, 1), (14 * 15 * 3 - 1, 0)])
 def test_samples_of_more_blocks_than_a_gpu_takes_fall_back(
     largest: int, launches: int, monkeypatch: pytest.MonkeyPatch
