@@ -1,11 +1,10 @@
-"""Layers kept in float, by the fixed-point operator, against their definition in `bitdial.live.engines.exact`.
+"""Unquantised layers by the fixed-point operators, against their definition in `bitdial.live.engines.exact`.
 
 On a GPU kernels run compiled, in `test_interpreter.py` under Triton's interpreter; elsewhere the same tests see
 the operator's reference.
 """
 
 import copy
-import importlib.util
 import math
 import os
 import struct
@@ -14,11 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from bitdial.kernels.fixed_point_ops import fixed_point_conv2d, fixed_point_mean, sample_powers
 from torch import Tensor, nn
 
-from bitdial.functional.fixed_point import fixed_point_powers
-from bitdial.kernels import fixed_point_ops as fixed_point
 from bitdial.live.engines.exact import ExactAdaptiveAvgPool2d, ExactBatchNorm, ExactConv2d, ExactLinear, norm_lines
 from bitdial.live.engines.integer.float_layers import serves_float
 from bitdial.live.engines.integer.layers import to_integer
@@ -63,63 +59,11 @@ def test_convolutions(name: str) -> None:
         assert torch.equal(made(images), exact(images))
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="kernels have no chunks")
-@pytest.mark.parametrize("numbers", [1, 5 * 4 * 147 * 2, 5 * 4 * 147 * 3, 1 << 18], ids=str)
-def test_chunks_of_lines_and_of_samples(numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line of windows at a time; as many lines or samples as fit, and what is left over; all at once."""
-    monkeypatch.setattr(fixed_point, "CHUNK_NUMBERS", numbers)
-    exact, made = pair(nn.Conv2d(**CONVS["stem"]))
-    for height in (9, 25):  # 5 and 13 lines
-        x = randn(4, 3, height, 8, seed=5)
-        assert torch.equal(made(x), exact(x))
-
-
 @pytest.mark.parametrize("shape", [(5, 33), (2, 3, 33), (33,), (2, 2, 2, 33)])
 def test_linear_layers(shape: tuple[int, ...]) -> None:
     exact, made = pair(nn.Linear(33, 10))
     x = randn(*shape, seed=2)
     assert torch.equal(made(x), exact(x))
-
-
-@pytest.mark.interpreter(only=True)
-@pytest.mark.parametrize("processors", [1, 2, 132])
-@pytest.mark.parametrize(
-    ("layer", "pixels"),
-    [(nn.Conv2d(3, 40, 7, 2, 3), (128, 64, 32)), (nn.Conv2d(1, 6, 3), (128, 128, 32)), (nn.Linear(300, 20), (16,) * 3)],
-    ids=str,
-)
-def test_tiles_for_many_pixels_for_few_and_for_many_terms(
-    layer: nn.Module, pixels: tuple[int, ...], processors: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bitdial.kernels.triton.inference import fixed_point as triton_fixed_point
-
-    sizes, chosen = [], triton_fixed_point.default_tiles
-    monkeypatch.setattr(triton_fixed_point, "PROCESSORS", processors)
-    monkeypatch.setattr(
-        triton_fixed_point, "default_tiles", lambda *given: sizes.append(chosen(*given).pixels) or chosen(*given)
-    )
-    exact, made = pair(copy.deepcopy(layer))
-    x = randn(19, 300, seed=9) if isinstance(layer, nn.Linear) else randn(4, exact.in_channels, 25, 24, seed=9)
-    assert torch.equal(made(x), exact(x))
-    assert sizes == [dict(zip((1, 2, 132), pixels, strict=True))[processors]]
-
-
-@pytest.mark.interpreter(only=True)
-@pytest.mark.parametrize(("largest", "launches"), [(14 * 15 * 3, 1), (14 * 15 * 3 - 1, 0)])
-def test_samples_of_more_blocks_than_a_gpu_takes_fall_back(
-    largest: int, launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bitdial.kernels.triton.inference import fixed_point as triton_fixed_point
-
-    calls, convolve = [], triton_fixed_point.convolve
-    monkeypatch.setattr(
-        triton_fixed_point, "convolve", lambda *given, **more: calls.append(1) or convolve(*given, **more)
-    )
-    monkeypatch.setattr(fixed_point, "LARGEST_SAMPLE", largest)
-    exact, made = pair(nn.Conv2d(**CONVS["stem"]))
-    x = randn(3, 3, 9, 8, seed=1)  # 15 x 14 with zeros around
-    assert torch.equal(made(x), exact(x))
-    assert len(calls) == launches
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of what the test is about
@@ -137,7 +81,7 @@ def test_a_sample_that_is_not_finite_becomes_nan(name: str, bad: float) -> None:
     assert torch.equal(got.isnan(), expected.isnan())
 
 
-def test_what_follows() -> None:
+def test_an_epilogue() -> None:
     exact, made = pair(nn.Conv2d(**CONVS["3x3"]))
     norm = ExactBatchNorm(7).to(DEVICE)
     norm.running_mean.copy_(torch.linspace(-1, 1, 7))
@@ -146,7 +90,7 @@ def test_what_follows() -> None:
     value = (norm(exact(x)) + other).clamp(0, 6)
     codes = ((value / quantizer[0]).round() + 11).clamp(0, 255) - 128
     lines = norm_lines(norm).to(DEVICE)
-    got = made.run(x, norm=lines, other=other, cap=6.0, first=quantizer, second=None, keep=True)
+    got = made.run(x, norm_affine=lines, residual=other, relu_max=6.0, quantizer_a=quantizer)
     assert torch.equal(got[0], value)
     assert torch.equal(got[1], codes.to(torch.int8))
 
@@ -156,49 +100,6 @@ def test_what_is_left_to_the_definition(odd: dict[str, Any]) -> None:
     exact, made = pair(nn.Conv2d(4, 6, 3, **odd))
     assert not serves_float(exact)
     assert type(made) is ExactConv2d
-
-
-def bits_of(powers: Tensor) -> list[list[int]]:
-    """Float64 numbers as their bit patterns."""
-    return powers.view(torch.int64).reshape(2, -1).tolist()
-
-
-HUGE = torch.finfo(torch.float32).max
-LARGEST = [0.0, 2.0**-149, 1e-40, -(2.0**-126), 0.99999994, 1.0, -1.0000001, 255.0, -HUGE, math.inf, math.nan]
-
-
-@pytest.mark.parametrize("size", [1, 15, 4096, 4097, 9000])
-@pytest.mark.parametrize("bits", [1, 22, 52])
-def test_powers_of_samples(size: int, bits: int) -> None:
-    """Whatever is largest, wherever it stands, in one part of a sample or in several."""
-    x = torch.zeros(len(LARGEST), size)
-    for row, largest in enumerate(LARGEST):
-        x[row, row * 37 % size] = largest
-        x[row, -1 - row % size] += largest / 3
-    x = x.to(DEVICE)
-    assert bits_of(sample_powers(x, bits)) == bits_of(torch.stack(fixed_point_powers(x, bits, by_sample=True)))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("most", [1, 3, 16])
-def test_parts_of_several_blocks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bitdial.kernels.triton.inference import sample_scales as triton_powers
-
-    monkeypatch.setattr(triton_powers, "BLOCK", 64)
-    monkeypatch.setattr(triton_powers, "MOST_PARTS", most)
-    for place in (0, 63, 64, 700, 999):
-        x = torch.linspace(-1.0, 1.0, 1000).repeat(2, 1)
-        x[1, place] = 1e3
-        x = x.to(DEVICE)
-        assert bits_of(sample_powers(x, 20)) == bits_of(torch.stack(fixed_point_powers(x, 20, by_sample=True)))
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_powers_of_images_in_any_layout(layout: torch.memory_format) -> None:
-    x = randn(5, 3, 9, 8, seed=6).contiguous(memory_format=layout)
-    for images in (x, x[:, :, 1:, ::2], x[:0]):
-        expected = torch.stack(fixed_point_powers(images, 20, by_sample=True))
-        assert bits_of(sample_powers(images, 20)) == bits_of(expected)
 
 
 @pytest.mark.parametrize("channels, height, width", [(3, 1, 1), (70, 7, 7), (64, 5, 9), (1, 16, 1), (130, 3, 11)])
@@ -235,22 +136,3 @@ def test_a_mean_is_the_rounded_quotient() -> None:
     got = made(x.to(DEVICE)).flatten().tolist()
     totals = [int(total) for total in x.double().sum(dim=(2, 3)).flatten().tolist()]
     assert got == [struct.unpack("f", struct.pack("f", float(Fraction(total, 49))))[0] for total in totals]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not know fake tensors")
-def test_opcheck_of_powers_and_means() -> None:
-    x = torch.randn(2, 3, 6, 6, device=DEVICE)
-    torch.library.opcheck(sample_powers, (x, 20))
-    torch.library.opcheck(fixed_point_mean, (x, sample_powers(x, 20)))
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not know fake tensors")
-def test_opcheck() -> None:
-    x, weight = torch.randn(2, 3, 6, 6, device=DEVICE), torch.randint(-99, 99, (4, 3, 3, 3), device=DEVICE).double()
-    powers = torch.tensor([[2.0, 4.0], [0.5, 0.25]], dtype=torch.float64, device=DEVICE)
-    one, quantizer = (
-        torch.ones(1, dtype=torch.float64, device=DEVICE),
-        torch.tensor([1.0, 0, 0, 255, 128], device=DEVICE),
-    )
-    arguments = (x, weight, powers, one, None, None, None, quantizer, None, [1, 1], [1, 1], 6.0, True)
-    torch.library.opcheck(fixed_point_conv2d, arguments)

@@ -190,8 +190,8 @@ def _convolve(  # type: ignore[no-untyped-def]
             if doubled != 0:
                 sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
             _sums_epilogue(
-                sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizer_a, quantizer_b, outs, K, RELU,
-                RELU_MAX,
+                sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizer_a, quantizer_b, outs, K,
+                RELU, RELU_MAX,
             )  # fmt: skip
     else:
         p = tl.program_id(0) // ACROSS * BLOCK_P + tl.arange(0, BLOCK_P)
