@@ -13,7 +13,7 @@ from torch import Tensor
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.kernels.packed_ops import PackedWeight, packed_linear
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import packed_fields
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -35,7 +35,7 @@ def make(scheme: str, bits: int, rows: int, columns: int, scale: Tensor | None =
     if scheme == "nested":
         weight = PackedWeight.nested(codes.to(DEVICE), scale, bit_choices=CHOICES, name="fc")
     else:
-        arena = PackedArena({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
+        arena = PackedWeightPool({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
         weight = PackedWeight(
             name="fc", words=arena.words("fc"), scale=scale, columns=columns, fields=packed_fields(bits), high=8,
             scheme=scheme,
