@@ -58,7 +58,7 @@ class Awkward(nn.Module):
 
 
 NETWORKS = {
-    "resnet": lambda: build_model("cifar_resnet", blocks=1, width=8),
+    "resnet": lambda: build_model("cifar_resnet", blocks=1, width=4),
     "bottlenecks": lambda: nn.Sequential(Bottleneck(16, 8), Bottleneck(32, 8), Bottleneck(32, 8)),
     "mobilenet": lambda: build_model("mobilenet_v2", num_classes=5, width_mult=0.25, dropout=0.0).features[:4],
     "awkward": Awkward,

@@ -23,7 +23,7 @@ from bitdial.train.gpu.plan_slots import unsupported_reason
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BITS = (4, 3, 2)
+BITS = (4, 3, 2)  # plans of the middle width are mixed
 STEPS = 6 if DEVICE == "cuda" else 2  # on a GPU the first three are run, the others replayed
 
 
@@ -40,10 +40,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.second, self.second_norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.third, self.third_norm = nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.BatchNorm2d(4)
-        self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.first_norm = nn.Conv2d(3, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2)
+        self.second, self.second_norm = nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2)
+        self.third, self.third_norm = nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.BatchNorm2d(4)
+        self.hidden, self.last = nn.Linear(4, 2), nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first_norm(self.first(x)))
@@ -94,10 +94,11 @@ def assert_same(separate: dict[str, Tensor], slotted: dict[str, Tensor]) -> None
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "as it is": ({}, {}),
     "transitional norms": ({"transitions": "full"}, {}),
-    "transitions of statistics only, signed": ({"transitions": "statistics", "activations": "signed"}, {}),
-    "transitions of statistics only, sgd": ({"transitions": "statistics"}, {"optimizer": "sgd", "weight_decay": 0.1}),
+    "transitions of statistics only, signed, sgd": (
+        {"transitions": "statistics", "activations": "signed"},
+        {"optimizer": "sgd", "weight_decay": 0.1},
+    ),
     "lsq, a scale per width, absolute steps": (
         {"scheme": "lsq"},
         {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"},
@@ -106,7 +107,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scheme": "nested", "per_channel": False},
         {"optimizer": "adamw", "alrs": "channel"},
     ),
-    "weight-only, sgd, decayed": ({"activations": "float"}, {"optimizer": "sgd", "weight_decay": 0.1}),
+    "weight-only": ({"activations": "float"}, {}),
     "a rate for each channel": ({}, {"alrs": "channel"}),
     "frozen scales": ({}, {"learn_scales": False}),
 }
@@ -164,15 +165,16 @@ def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path, transitions: s
     model = network(transitions=transitions)
     twin = copy.deepcopy(model)
     whole = stepper(model, slots=True)
-    for number in range(2 * STEPS):
-        if number == STEPS:
+    half = STEPS if DEVICE == "cuda" else 1
+    for number in range(2 * half):
+        if number == half:
             save_checkpoint(tmp_path / "c", whole)
         whole(*images(number))
     resumed = stepper(twin, slots=True)
-    for number in range(STEPS - 1):
+    for number in range(max(half - 1, 1)):
         resumed(*images(number + 20))  # what it does before must not matter
     load_checkpoint(tmp_path / "c", resumed)
-    for number in range(STEPS, 2 * STEPS):
+    for number in range(half, 2 * half):
         resumed(*images(number))
     assert everything(whole).keys() == everything(resumed).keys()
     for name, value in everything(whole).items():
