@@ -8,7 +8,7 @@ import copy
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,41 +93,47 @@ def assert_same(separate: dict[str, Tensor], slotted: dict[str, Tensor]) -> None
     assert separate.keys() <= slotted.keys()
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "transitional norms": ({"transitions": "full"}, {}),
-    "transitions of statistics only, signed, sgd": (
-        {"transitions": "statistics", "activations": "signed"},
-        {"optimizer": "sgd", "weight_decay": 0.1},
+class Case(NamedTuple):
+    """How a model is quantised and trained. After a second step, each optimizer has read its state back from slots."""
+
+    quantisation: dict[str, Any]
+    training: dict[str, Any]
+    steps: int = 1
+
+
+CASES = {
+    "transitional norms": Case({"transitions": "full"}, {}, steps=2),
+    "transitions of statistics only, signed, sgd": Case(
+        {"transitions": "statistics", "activations": "signed"}, {"optimizer": "sgd", "weight_decay": 0.1}, steps=2
     ),
-    "lsq, a scale per width, absolute steps": (
-        {"scheme": "lsq"},
-        {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"},
+    "nested, per tensor, adamw, own rates": Case(
+        {"scheme": "nested", "per_channel": False}, {"optimizer": "adamw", "alrs": "channel"}, steps=2
     ),
-    "nested, per tensor, adamw, own rates": (
-        {"scheme": "nested", "per_channel": False},
-        {"optimizer": "adamw", "alrs": "channel"},
+    "lsq, a scale per width, absolute steps": Case(
+        {"scheme": "lsq"}, {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"}
     ),
-    "weight-only": ({"activations": "float"}, {}),
-    "a rate for each channel": ({}, {"alrs": "channel"}),
-    "frozen scales": ({}, {"learn_scales": False}),
+    "weight-only": Case({"activations": "float"}, {}),
+    "a rate for each channel": Case({}, {"alrs": "channel"}),
+    "frozen scales": Case({}, {"learn_scales": False}),
 }
 
 
 @pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("case", CASES)
 def test_slots_equal_separate_parameters(case: str) -> None:
-    quantisation, training = CASES[case]
+    quantisation, training, few = CASES[case]
+    steps = STEPS if DEVICE == "cuda" else few
     model = network(**quantisation)
     twin = copy.deepcopy(model)
     separate, slotted = stepper(model, slots=False, **training), stepper(twin, slots=True, **training)
-    for number in range(STEPS):
+    for number in range(steps):
         reports = [step(*images(number)) for step in (separate, slotted)]
         for bits in BITS:
             for name in ("loss", "correct", "weight_scale_peaks", "act_scale_peaks", "scale_rate"):
                 mine, other = (torch.as_tensor(getattr(report, name)[bits]).cpu() for report in reports)
                 assert torch.equal(mine, other), (number, bits, name)
         assert_same(everything(separate), everything(slotted))
-    drawn = [set(separate.sampler.plans(number, 0.9)[3].values()) for number in range(STEPS) if separate.sampler]
+    drawn = [set(separate.sampler.plans(number, 0.9)[3].values()) for number in range(steps) if separate.sampler]
     assert any(len(widths) > 1 for widths in drawn), "a plan was a mixed one"
 
 
@@ -181,7 +187,6 @@ def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path, transitions: s
         assert torch.equal(value, everything(resumed)[name]), name
 
 
-@pytest.mark.interpreter(only=True)
 def test_where_slots_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
     for quantisation, training, reason in (
         ({"activations": "asymmetric"}, {}, "zero-points"),
