@@ -57,6 +57,18 @@ def relu_max(graph: fx.GraphModule, node: fx.Node) -> float | None:
     return RELU_BOUNDS.get(type(module_of(graph, node)) if node.op == "call_module" else node.target)
 
 
+def take_epilogue(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
+    """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
+    residual = bound = None
+    user = only_user(chain[-1])
+    if user is not None and (residual := added(chain[-1], user)) is not None:
+        chain.append(user)
+        user = only_user(user)
+    if user is not None and (bound := relu_max(graph, user)) is not None:
+        chain.append(user)
+    return residual, bound
+
+
 def max_pool(graph: fx.GraphModule, node: fx.Node) -> MaxPool | None:
     """The max pool that `node` is; None if it is none, or one of which more is asked than the largest of known windows.
 

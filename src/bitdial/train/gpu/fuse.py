@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial.graph.patterns import added, insert_call, module_of, only_user, relu_max
+from bitdial.graph.patterns import insert_call, module_of, take_epilogue
 from bitdial.kernels.fake_quantize import quantize_activation_by, quantize_weight_by
 from bitdial.kernels.training import (
     Moments,
@@ -279,13 +279,8 @@ def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, 
 
 def _replace_norm(fast: fx.GraphModule, norm: fx.Node, slots: Slots) -> None:
     """Replace `norm`, and what can follow in the same pass."""
-    chain, residual, bound = [norm], None, None
-    user = only_user(norm)
-    if user is not None and (residual := added(norm, user)) is not None:
-        chain.append(user)
-        user = only_user(user)
-    if user is not None and (bound := relu_max(fast, user)) is not None:
-        chain.append(user)
+    chain = [norm]
+    residual, bound = take_epilogue(fast, chain)
     last, source = chain[-1], norm.args[0]
     reader = next((user for user in last.users if _quantizes(fast, user)), None)
     layer = None if reader is None else _fused_conv(fast, reader).conv

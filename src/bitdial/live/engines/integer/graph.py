@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_max
+from bitdial.graph.patterns import insert_call, max_pool, module_of, only_user, take_epilogue
 from bitdial.kernels.dispatch import missing_on
 from bitdial.kernels.epilogue import Epilogue, Outputs
 from bitdial.kernels.integer import run_epilogue
@@ -176,27 +176,15 @@ def _replace_layer(graph: fx.GraphModule, node: fx.Node) -> None:
     if user is not None and _calls(graph, user, IntegerNorm):
         norm = _norm(graph, user)
         chain.append(user)
-    other, cap = _take_rest(graph, chain)
+    other, cap = take_epilogue(graph, chain)
     _put(graph, LayerCall(layer, norm, cap), (source, other), chain)
 
 
 def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:
     """Replace a norm that no layer took by a ValueCall."""
     norm, chain, source = _norm(graph, node), [node], node.args[0]
-    other, cap = _take_rest(graph, chain)
+    other, cap = take_epilogue(graph, chain)
     _put(graph, ValueCall(norm, cap), (source, other), chain)
-
-
-def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
-    """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
-    other = cap = None
-    user = only_user(chain[-1])
-    if user is not None and (other := added(chain[-1], user)) is not None:
-        chain.append(user)
-        user = only_user(user)
-    if user is not None and (cap := relu_max(graph, user)) is not None:
-        chain.append(user)
-    return other, cap
 
 
 def _put(graph: fx.GraphModule, call: Call, args: tuple[Any, ...], chain: list[fx.Node]) -> None:
