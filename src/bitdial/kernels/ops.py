@@ -11,15 +11,14 @@
     repack_              packed words to other widths, in place
 
 Schemas are flat; `declare` is told how to make records of the arguments, and everything behind it takes those. Any
-device runs the reference (`kernels/reference`). TRITON names the operators that Triton kernels run on a GPU
-(`kernels/triton/ops.py` has a function of each name), and on the CPU under Triton's interpreter. Another backend is
-another folder with such a file, and another loop at the end of this one. Results are the same, bit for bit.
+device runs the reference (`kernels/reference`); a `Backend` has kernels for one. Another one is another folder, with a
+file that has a function for each operator, and another Backend below. Results are the same, bit for bit.
 """
 
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +42,32 @@ _EPILOGUE = (
 _OUTPUTS = "(Tensor, Tensor, Tensor)"
 
 
-def declare(schema: str, *, records: Records, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
-    """Declare `bitdial::schema`; `fake` and `reference` take what `records` makes of its arguments.
+class Backend(NamedTuple):
+    """Kernels for one kind of device: a module with a function for each operator, of its name.
+
+    The module is imported by the first call that it `serves`; other calls are the reference's.
+    """
+
+    device: str
+    module: str
+    serves: Callable[[torch.device], bool]
+
+
+TRITON_OPS = "bitdial.kernels.triton.ops"
+INTERPRETER = Backend("CPU", TRITON_OPS, lambda device: dispatch.interpreted())
+TRITON = (Backend("CUDA", TRITON_OPS, lambda device: dispatch.missing_on(device) is None), INTERPRETER)
+TRITON_ON_ANY_GPU = (Backend("CUDA", TRITON_OPS, lambda device: dispatch.triton_installed()), INTERPRETER)
+
+
+def declare(
+    schema: str,
+    *,
+    records: Records,
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    backends: tuple[Backend, ...],
+) -> Any:
+    """Declare `bitdial::schema`; `fake`, `reference` and kernels take what `records` makes of its arguments.
 
     As by `torch.library.custom_op`, but for the layers that guard gradients and aliases: these take longer than all
     else on the way to a kernel. No operator here has a gradient; torch warns where one is asked for.
@@ -53,29 +76,21 @@ def declare(schema: str, *, records: Records, fake: Callable[..., Any], referenc
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     torch.library.register_fake(f"bitdial::{name}", lambda *args: fake(*records(*args)), lib=_LIBRARY)
     _LIBRARY.impl(name, lambda *args: reference(*records(*args)), "CompositeExplicitAutograd")
-    _DECLARED[name] = records, reference
+    for backend in backends:
+        _LIBRARY.impl(name, _kernel(name, backend, records, reference), backend.device)
     return getattr(torch.ops.bitdial, name).default
 
 
-def register_kernel(name: str, device: str, backend: str, serves: Callable[[torch.device], bool]) -> None:
-    """Run the operator by the function of its name in the module `backend`, where that `serves`; else by the reference.
-
-    The module is imported by the first call that needs it.
-    """
-    records, reference = _DECLARED[name]
-
+def _kernel(name: str, backend: Backend, records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.cache
-    def kernel() -> Callable[..., Any]:
-        return getattr(importlib.import_module(backend), name)
+    def imported() -> Callable[..., Any]:
+        return getattr(importlib.import_module(backend.module), name)
 
     def run(first: Tensor, *rest: Any) -> Any:
-        chosen = kernel() if serves(first.device) else reference
+        chosen = imported() if backend.serves(first.device) else reference
         return chosen(*records(first, *rest))
 
-    _LIBRARY.impl(name, run, device.upper())
-
-
-_DECLARED: dict[str, tuple[Records, Callable[..., Any]]] = {}
+    return run
 
 
 # --- convolutions and what follows them -------------------------------------------------------------
@@ -113,7 +128,7 @@ def _fake_sums(x: Tensor, *args: Any) -> Tensor:
 integer_conv2d: Callable[..., Outputs] = declare(
     "integer_conv2d(Tensor x, Tensor weight, Tensor pad, Tensor correction, Tensor factor, Tensor? doubled, "
     f"Tensor? bias, {_MOVES}, {_EPILOGUE}) -> {_OUTPUTS}",
-    records=_integer_records, fake=_fake_conv, reference=integer.integer_conv2d,
+    records=_integer_records, fake=_fake_conv, reference=integer.integer_conv2d, backends=TRITON,
 )  # fmt: skip
 
 integer_finish: Callable[..., Outputs] = declare(
@@ -121,17 +136,18 @@ integer_finish: Callable[..., Outputs] = declare(
     records=lambda x, *args: (x, Epilogue(*args)),
     fake=lambda x, epilogue: filled(epilogue.outputs(x.shape, x.device), x.device),
     reference=epilogue.integer_finish,
+    backends=TRITON,
 )
 
 integer_sums: Callable[..., Tensor] = declare(
     f"integer_sums(Tensor x, Tensor weight, Tensor pad, Tensor correction, Tensor? doubled, {_MOVES}) -> Tensor",
-    records=_sums_records, fake=_fake_sums, reference=integer.integer_sums,
+    records=_sums_records, fake=_fake_sums, reference=integer.integer_sums, backends=(),
 )  # fmt: skip
 
 fixed_point_conv2d: Callable[..., Outputs] = declare(
     "fixed_point_conv2d(Tensor x, Tensor weight, Tensor sample_scales, Tensor weight_power, Tensor? bias, "
     f"SymInt[] stride, SymInt[] padding, {_EPILOGUE}) -> {_OUTPUTS}",
-    records=_fixed_point_records, fake=_fake_conv, reference=fixed_point.fixed_point_conv2d,
+    records=_fixed_point_records, fake=_fake_conv, reference=fixed_point.fixed_point_conv2d, backends=TRITON,
 )  # fmt: skip
 
 
@@ -164,6 +180,7 @@ sample_powers: Callable[[Tensor, int], Tensor] = declare(
     records=_as_given,
     fake=lambda x, bits: x.new_empty((2, x.shape[0]), dtype=torch.float64),
     reference=fixed_point.sample_powers,
+    backends=TRITON,
 )
 
 fixed_point_mean: Callable[[Tensor, Tensor], Tensor] = declare(
@@ -171,11 +188,12 @@ fixed_point_mean: Callable[[Tensor, Tensor], Tensor] = declare(
     records=_as_given,
     fake=lambda x, sample_scales: x.new_empty((*x.shape[:2], 1, 1)),
     reference=fixed_point.fixed_point_mean,
+    backends=TRITON,
 )
 
 max_pool_codes: Callable[..., Tensor] = declare(
     "max_pool_codes(Tensor x, SymInt[] kernel, SymInt[] stride, SymInt[] padding, SymInt[] dilation) -> Tensor",
-    records=_pool_records, fake=_fake_pool, reference=max_pool.max_pool_codes,
+    records=_pool_records, fake=_fake_pool, reference=max_pool.max_pool_codes, backends=TRITON,
 )  # fmt: skip
 
 
@@ -189,27 +207,13 @@ def _fake_nothing(*args: Any) -> None:
 switch_: Callable[..., None] = declare(
     "switch_(Tensor master, Tensor(a!) active, Tensor table, Tensor(b!) words, Tensor code_blocks, "
     "Tensor word_blocks, Tensor wanted) -> ()",
-    records=lambda *args: (SwitchTables(*args),), fake=_fake_nothing, reference=switch.switch_,
+    records=lambda *args: (SwitchTables(*args),),
+    fake=_fake_nothing, reference=switch.switch_, backends=TRITON_ON_ANY_GPU,
 )  # fmt: skip
 
 repack_: Callable[..., None] = declare(
     "repack_(Tensor master, Tensor(a!) active, Tensor blocks, Tensor layers, Tensor bits, Tensor(b!) held, "
     "SymInt high, SymInt widest, str scheme, str ties) -> ()",
     records=lambda *args: (RepackTables(*args[:6]), RepackRule(*args[6:])),
-    fake=_fake_nothing, reference=repack.repack_,
+    fake=_fake_nothing, reference=repack.repack_, backends=TRITON_ON_ANY_GPU,
 )  # fmt: skip
-
-
-# --- Triton -----------------------------------------------------------------------------------------
-
-TRITON = (
-    "integer_conv2d", "integer_finish", "fixed_point_conv2d", "sample_powers", "fixed_point_mean", "max_pool_codes",
-)  # fmt: skip
-TRITON_ON_ANY_GPU = ("switch_", "repack_")  # they need no tensor cores
-
-for _name in TRITON:
-    register_kernel(_name, "cuda", "bitdial.kernels.triton.ops", lambda device: dispatch.missing_on(device) is None)
-for _name in TRITON_ON_ANY_GPU:
-    register_kernel(_name, "cuda", "bitdial.kernels.triton.ops", lambda device: dispatch.triton_installed())
-for _name in (*TRITON, *TRITON_ON_ANY_GPU):
-    register_kernel(_name, "cpu", "bitdial.kernels.triton.ops", lambda device: dispatch.interpreted())
