@@ -36,11 +36,14 @@ from timing import Call, add_arguments, medians, repeated, significant, write_re
 from torch import Tensor, nn
 
 from bitdial import build_model
-from bitdial.kernels import integer_ops as integer
-from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.conv_shape import conv_shape
+from bitdial.kernels.epilogue import Epilogue, channels_last
+from bitdial.kernels.operands import PAD_CODES, IntegerOperands
+from bitdial.kernels.reference.epilogue import scale_sums
+from bitdial.kernels.reference.integer_sums import float64_sums
 from bitdial.kernels.triton.inference import integer as triton_integer
-from bitdial.kernels.triton.inference.epilogue import Finish
-from bitdial.kernels.triton.inference.tiles import Geometry, Tiles, default_tiles, power_of_2
+from bitdial.kernels.triton.inference.tiles import default_tiles
+from bitdial.kernels.triton.tiles import Tiles, power_of_2
 
 ROTATED_BYTES = 128 << 20  # of a layer's inputs
 MOST_COPIES = 32
@@ -103,32 +106,31 @@ class Work:
         self.quantizer = torch.tensor([0.03, 0, 0, 255, 128], device=device)
         self.pad = torch.full((PAD_CODES,), -128, dtype=torch.int8, device=device)
         moves = ((shape.stride,) * 2, (shape.padding,) * 2, (1, 1), shape.groups)
-        self.geometry = Geometry.of(codes, self.weight, *moves)
+        self.geometry = conv_shape(codes, self.weight, *moves)
         self.pixels = batch * self.geometry.out_height * self.geometry.out_width
 
-    def correction(self, halves: int | None) -> Tensor:
+    def correction(self, doubled: int | None) -> Tensor:
         """128 times the sums of the weight's integers."""
         sums = self.weight.flatten(1).sum(dim=1, dtype=torch.int32)
-        return 128 * (2 * sums + self.weight[0].numel() if halves else sums)
+        return 128 * (2 * sums + self.weight[0].numel() if doubled else sums)
 
-    def ours(self, *, halves: int | None, tiles: Tiles | None = None) -> list[Call]:
+    def ours(self, *, doubled: int | None, tiles: Tiles | None = None) -> list[Call]:
         """Convolution, norm, ReLU and quantizer by the kernel; a call gives the codes."""
-        finish = Finish(self.norm, None, math.inf, self.quantizer, None, False)
-        number = self.number(halves)
-        operands = (self.weight, self.pad, self.correction(halves), self.factor, number, None, finish, self.geometry)
-        return [lambda x=x: triton_integer.convolve(x, *operands, tiles=tiles)[1] for x in self.codes]
+        epilogue = Epilogue(self.norm, None, math.inf, self.quantizer, None, False)
+        number = self.number(doubled)
+        operands = IntegerOperands(self.weight, self.pad, self.correction(doubled), self.factor, number, None)
+        arguments = (operands, self.geometry, epilogue)
+        return [lambda x=x: triton_integer.convolve(x, *arguments, tiles=tiles)[1] for x in self.codes]
 
-    def number(self, halves: int | None) -> Tensor | None:
+    def number(self, doubled: int | None) -> Tensor | None:
         """What tells the kernel whether codes are centred ones of 8 bits; None: they never are."""
-        return None if halves is None else torch.tensor([halves], dtype=torch.int32, device=self.weight.device)
+        return None if doubled is None else torch.tensor([doubled], dtype=torch.int32, device=self.weight.device)
 
-    def reference(self, *, halves: int | None) -> Tensor:
+    def reference(self, *, doubled: int | None) -> Tensor:
         """The codes that `ours` must give, by sums in float64."""
-        g = self.geometry
-        moves = (list(g.stride), list(g.padding), list(g.dilation), g.groups)
-        sums = integer.float64_sums(self.codes[0], self.weight, self.pad, *moves, self.number(halves))
-        y = integer.channels_last(sums.float() * self.factor.view(-1, 1, 1))
-        return integer.finish_by_torch(y, self.norm, None, self.quantizer, None, math.inf, False)[1]
+        sums = float64_sums(self.codes[0], self.weight, self.pad, self.number(doubled), self.geometry)
+        epilogue = Epilogue(self.norm, None, math.inf, self.quantizer, None, False)
+        return scale_sums(channels_last(sums.float()), self.factor, None, epilogue)[1]
 
     def bf16(self, *, compiled: bool) -> list[Call]:
         """The convolution by cuDNN; compiled: with norm and ReLU."""
@@ -178,8 +180,8 @@ def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[
     contenders = {"bf16": work.bf16(compiled=False)}
     if options.compile:
         contenders["bf16 compiled"] = work.bf16(compiled=True)
-    for name, halves in KINDS.items():
-        contenders[name] = work.ours(halves=halves, tiles=options.tiles)
+    for name, doubled in KINDS.items():
+        contenders[name] = work.ours(doubled=doubled, tiles=options.tiles)
     times = milliseconds(contenders, options)
     where = {"network": network, "batch": work.batch, **work.shape._asdict()}
     rows = []
@@ -191,11 +193,11 @@ def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[
             "speedup_vs_bf16": significant(times["bf16"] / ms),
         }
         if name in KINDS:
-            halves = KINDS[name]
-            scheme, bits = ("double_rounding", 8) if halves is None else ("nested", 8 if halves else 7)
+            doubled = KINDS[name]
+            scheme, bits = ("double_rounding", 8) if doubled is None else ("nested", 8 if doubled else 7)
             row |= {"weight_bits": bits, "act_bits": 8, "scheme": scheme}
             codes = contenders[name][0]()
-            row["exact"] = torch.equal(codes, work.reference(halves=halves)) if work.batch <= 32 else None
+            row["exact"] = torch.equal(codes, work.reference(doubled=doubled)) if work.batch <= 32 else None
         rows.append(row)
         print(line(row), flush=True)
     return rows
@@ -207,7 +209,7 @@ def sweep(network: str, work: Work, options: argparse.Namespace) -> list[dict[st
     base = milliseconds({"bf16": work.bf16(compiled=False)}, options)["bf16"]
     for tiles in [options.tiles] if options.tiles else list(candidates(work)):
         try:
-            ms = milliseconds({"ours": work.ours(halves=None, tiles=tiles)}, options)["ours"]
+            ms = milliseconds({"ours": work.ours(doubled=None, tiles=tiles)}, options)["ours"]
         except Exception as problem:  # too much shared memory, say: named and passed over
             print(f"{tiles}: {type(problem).__name__}: {str(problem).splitlines()[0]}", flush=True)
             continue
@@ -262,9 +264,9 @@ def launch_once(jobs: list[tuple[str, Shape, int]], options: argparse.Namespace)
         tilings = list(candidates(work)) if options.sweep else [options.tiles]
         for j, tiles in enumerate(tilings):
             if (i + j) % of == mine:
-                for halves in (None,) if options.sweep else KINDS.values():
+                for doubled in (None,) if options.sweep else KINDS.values():
                     try:
-                        work.ours(halves=halves, tiles=tiles)[0]()
+                        work.ours(doubled=doubled, tiles=tiles)[0]()
                     except Exception:  # the run itself will name it
                         continue
 

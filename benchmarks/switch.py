@@ -15,7 +15,7 @@ device too. "plan 1" and "plan 2" are drawn at random: weight and activation bit
 `reload_ms` reads has the same operands.
 
 After all this, random plans are switched through; memory must not have grown, and the words or operands must be those
-of an arena that was made anew, or of a model that was loaded anew.
+of a pool that was made anew, or of a model that was loaded anew.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from bitdial import BitPlan, QuantConfig, build_model, get_bits, load, prepare, save, set_bits
 from bitdial.dial.dial import SWITCHBOARD, dialled_layers
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 
 BITS = (8, 6, 4, 3, 2)
 MODELS = ["resnet50", "linears-1b", "live resnet50"]
@@ -57,14 +57,14 @@ def stack_shapes(layers: int, size: int) -> dict[str, tuple[int, int]]:
     return {f"layers.{i}": (size, size) for i in range(layers)}
 
 
-def make_arena(shapes: dict[str, tuple[int, int]], seed: int, device: torch.device) -> PackedArena:
-    """Random 8-bit codes in an arena with room for every width."""
+def make_pool(shapes: dict[str, tuple[int, int]], seed: int, device: torch.device) -> PackedWeightPool:
+    """Random 8-bit codes in a pool with room for every width."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def codes(shape: tuple[int, int]) -> Tensor:
         return torch.randint(-128, 128, shape, generator=generator, device=device, dtype=torch.int8)
 
-    return PackedArena({n: codes(s) for n, s in shapes.items()}, high=8, bit_choices=BITS, device=device)
+    return PackedWeightPool({n: codes(s) for n, s in shapes.items()}, high=8, bit_choices=BITS, device=device)
 
 
 def queued(action: Callable[[], object], device: torch.device) -> float:
@@ -94,30 +94,41 @@ def wall(action: Callable[[], object], device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def bytes_moved(pool: PackedWeightPool, target: int) -> int:
+    """What a switch of every layer to `target` reads and writes: the master and the new words."""
+    changed = [pool.words(name).nbytes // bits for name, bits in pool.bits.items() if bits != target]  # a plane of each
+    return sum(changed) * (pool.high + target)
+
+
+def bytes_held(pool: PackedWeightPool) -> int:
+    """What the master, the active words and the tables take on the device."""
+    return sum(getattr(pool, part).nbytes for part in pool.on_device)
+
+
 def measure(
-    name: str, arena: PackedArena, pairs: list[tuple[int, int]], rounds: int, folder: Path
+    name: str, pool: PackedWeightPool, pairs: list[tuple[int, int]], rounds: int, folder: Path
 ) -> list[dict[str, Any]]:
     """A row for each pair of widths, and one for `nested`."""
-    device, rows = arena.device, []
-    tables = {bits: torch.full_like(arena._bits, bits) for bits in BITS}
+    device, rows = pool.device, []
+    tables = {bits: torch.full_like(pool._bits, bits) for bits in BITS}
     for source, target in pairs:
-        arena.set_bits(source)
-        moved = arena.bytes_moved(target)
+        pool.set_bits(source)
+        moved = bytes_moved(pool, target)
         there = torch.empty(moved // 8, dtype=torch.int32, device=device)
         here = torch.zeros_like(there)
         device_ms, copy_ms, wall_ms = [], [], []
         for _ in range(rounds):
-            arena.set_bits(source)
-            arena._bits.copy_(tables[target])
-            device_ms.append(queued(arena.repack, device))
+            pool.set_bits(source)
+            pool._bits.copy_(tables[target])
+            device_ms.append(queued(pool.repack, device))
             copy_ms.append(queued(lambda here=here, there=there: there.copy_(here), device))
-            arena.set_bits(source)
-            wall_ms.append(wall(lambda target=target: arena.set_bits(target), device))
+            pool.set_bits(source)
+            wall_ms.append(wall(lambda target=target: pool.set_bits(target), device))
         del there, here
         row = {"model": name, "scheme": "double_rounding", "from": source, "to": target,
                "ms": round(statistics.median(device_ms), 5), "copy_ms": round(statistics.median(copy_ms), 5),
                "bytes_moved": moved, "wall_ms": round(statistics.median(wall_ms), 4),
-               "reload_ms": round(reload_ms({n: arena.words(n) for n in arena.names}, folder), 3)}  # fmt: skip
+               "reload_ms": round(reload_ms({n: pool.words(n) for n in pool.names}, folder), 3)}  # fmt: skip
         rows.append(row)
         show(row)
     return rows
@@ -137,18 +148,20 @@ def reload_ms(tensors: dict[str, Tensor], folder: Path) -> float:
     return min(wall(lambda: load_file(file, device=str(device)), device) for _ in range(2))
 
 
-def random_switches(arena: PackedArena, fresh: Callable[[], PackedArena], count: int, seed: int) -> dict[str, Any]:
-    """Switch through random plans; what memory did, and whether the words are those of a fresh arena."""
-    draw, on_gpu = random.Random(seed), arena.device.type == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else arena.bytes_held()
+def random_switches(
+    pool: PackedWeightPool, fresh: Callable[[], PackedWeightPool], count: int, seed: int
+) -> dict[str, Any]:
+    """Switch through random plans; what memory did, and whether the words are those of a fresh pool."""
+    draw, on_gpu = random.Random(seed), pool.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else bytes_held(pool)
     for _ in range(count):
-        arena.set_bits({name: draw.choice(BITS) for name in arena.names})
+        pool.set_bits({name: draw.choice(BITS) for name in pool.names})
     if on_gpu:
         torch.cuda.synchronize()
-    grown = (torch.cuda.memory_allocated() if on_gpu else arena.bytes_held()) - before
+    grown = (torch.cuda.memory_allocated() if on_gpu else bytes_held(pool)) - before
     other = fresh()
-    other.set_bits(arena.bits)
-    equal = all(torch.equal(arena.words(name), other.words(name)) for name in arena.names)
+    other.set_bits(pool.bits)
+    equal = all(torch.equal(pool.words(name), other.words(name)) for name in pool.names)
     return {"switches": count, "bytes_grown": grown, "equal_to_fresh": equal}
 
 
@@ -283,25 +296,25 @@ def main() -> None:
     models = {"tiny": stack_shapes(2, 256)} if options.tiny else models
     pairs = [(8, 2), (2, 4)] if options.tiny else list(itertools.permutations(BITS, 2))
     for name, shapes in models.items():
-        arena = make_arena(shapes, options.seed, device)
+        pool = make_pool(shapes, options.seed, device)
         weights = sum(rows * columns for rows, columns in shapes.values())
         with tempfile.TemporaryDirectory() as folder:
-            record["rows"] += measure(name, arena, pairs, options.rounds, Path(folder))
+            record["rows"] += measure(name, pool, pairs, options.rounds, Path(folder))
         record["rows"] += [{"model": name, "scheme": "nested", "from": a, "to": b, "ms": 0.0, "copy_ms": 0.0,
                             "bytes_moved": 0, "note": "by construction, not timed"} for a, b in pairs]  # fmt: skip
         record["memory"][name] = {
             "weights": weights,
-            "master_bytes": arena.master.numel() * 4,
-            "active_bytes": arena.active.numel() * 4,
-            "held_bytes": arena.bytes_held(),
+            "master_bytes": pool.master.numel() * 4,
+            "active_bytes": pool.active.numel() * 4,
+            "held_bytes": bytes_held(pool),
         }
         record["random"][name] = random_switches(
-            arena, lambda shapes=shapes: make_arena(shapes, options.seed, device), 3 if options.tiny else 1000,
+            pool, lambda shapes=shapes: make_pool(shapes, options.seed, device), 3 if options.tiny else 1000,
             options.seed,
         )  # fmt: skip
         print(f"{name:12} {record['memory'][name]} {record['random'][name]}", flush=True)
         write_record("switch", options, complete=False, **record)
-        del arena
+        del pool
     if "live resnet50" in options.models:
         measure_live_models(pairs, device, options, record)
     write_record("switch", options, **record)

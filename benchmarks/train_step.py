@@ -43,7 +43,7 @@ from timing import command
 from torch import Tensor, nn
 
 from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
-from bitdial.kernels import fake_quantize as quantize
+from bitdial.kernels import dispatch
 from bitdial.train.gpu.cuda_graph import EAGER_STEPS, StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
@@ -193,7 +193,7 @@ def no() -> bool:
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
     """Within this, bitdial does without its Triton kernels."""
-    with mock.patch.object(quantize, "_triton_installed", no):
+    with mock.patch.object(dispatch, "triton_installed", no):
         yield
 
 

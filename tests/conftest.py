@@ -5,10 +5,8 @@ import functools
 import importlib.util
 import inspect
 import os
-import subprocess
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +61,14 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     quicken_the_interpreter()
 
 
-@pytest.fixture
-def run_under_the_interpreter() -> Callable[[str], None]:
-    """Runs a file of tests in a process with Triton's interpreter, and fails as it does."""
-
-    def run(file: str) -> None:
-        path = Path(file).resolve()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert " passed" in done.stdout
-
-    return run
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what only kernels can run where there are none; begin with what takes a minute, so that it ends in time."""
+    kernels_run = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    for item in items:
+        marker = item.get_closest_marker("interpreter")
+        if marker is not None and marker.kwargs.get("only") and not kernels_run:
+            item.add_marker(pytest.mark.skip(reason="runs on a GPU or under the interpreter; see test_interpreter.py"))
+    items.sort(key=lambda item: "under_the_interpreter" not in item.name)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitdial.kernels import fake_quantize as quantize
+from bitdial.kernels import dispatch
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -78,10 +78,10 @@ def test_a_variant_that_fails_is_named_and_the_others_go_on(
 def test_the_reference_runs_without_triton(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert quantize.use_triton(torch.zeros(1))
+    assert dispatch.use_triton(torch.zeros(1))
     with script.reference_only():
-        assert not quantize.use_triton(torch.zeros(1))
-    assert quantize.use_triton(torch.zeros(1))
+        assert not dispatch.use_triton(torch.zeros(1))
+    assert dispatch.use_triton(torch.zeros(1))
 
 
 @pytest.mark.parametrize(

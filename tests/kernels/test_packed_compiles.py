@@ -4,95 +4,17 @@ Written for the layouts that `packed/linear.py` and `packed/unpack.py` count on:
 weights would move between threads. The results would still be right, and the kernels slow.
 """
 
-import importlib.util
-import os
-import re
-import subprocess
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bitdial.kernels import packed_ops as packed
-from bitdial.kernels import weight_pool as arena
 from bitdial.kernels.packed_ops import packed_linear, packed_scales
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import nested_fields, packed_fields, words_shape
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="here they are compiled to be run"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
-]
-
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
-            torch.int64: "*i64", torch.uint8: "*u8"}  # fmt: skip
 CHOICES = (8, 6, 4, 3, 2)
-
-
-class Compiled(NamedTuple):
-    """What a launch was compiled to."""
-
-    ptx: str
-    shared: int
-    spilled: int
-
-    def loop(self) -> str:
-        """The body of the kernel's only loop: from the label that is jumped back to up to the jump."""
-        jumps = [(label, m.start()) for m in re.finditer(r"bra(?:\.uni)?\s+(\$\S+);", self.ptx) for label in [m[1]]]
-        back = [(self.ptx.index(f"{label}:"), at) for label, at in jumps if self.ptx.index(f"{label}:") < at]
-        assert len(back) == 1
-        return self.ptx[slice(*back[0])]
-
-    def count(self, pattern: str, *, in_loop: bool = False) -> int:
-        return len(re.findall(pattern, self.loop() if in_loop else self.ptx))
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Compiled]:
-    """By the kernel's name what it was last compiled to; a launch compiles, and leaves outputs as they are."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import JITFunction
-
-    found: dict[str, Compiled] = {}
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> None:
-        given = dict(zip(self.arg_names, args, strict=False)) | settings
-        options = {name: value for name, value in settings.items() if name not in self.arg_names}
-        fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
-        constants = {(p.num,): given[p.name] for p in self.params if p.name in fixed}
-        types = {p.name: "constexpr" if p.name in fixed else type_of(given[p.name]) for p in self.params}
-        even = [p for p in self.params if p.name not in fixed and divisible(given[p.name])]
-        attributes = {(p.num,): [["tt.divisibility", 16]] for p in even}
-        source = ASTSource(self, types, constants, attributes)
-        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        file = tmp_path / "kernel.ptx"
-        file.write_text(made.asm["ptx"])
-        ptxas = triton.knobs.nvidia.ptxas.path
-        command = [ptxas, "-v", "--gpu-name=sm_90a", str(file), "-o", str(tmp_path / "kernel.cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        (spilled,) = re.findall(r"(\d+) bytes spill stores", said)
-        found[self.__name__] = Compiled(made.asm["ptx"], made.metadata.shared, int(spilled))
-
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    for module in (arena, packed):
-        monkeypatch.setattr(module, "triton_runs", lambda tensor: True)
-    return found
-
-
-def type_of(value: object) -> str:
-    if isinstance(value, Tensor):
-        return POINTERS[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-def divisible(value: object) -> bool:
-    """What Triton looks for before it compiles; buffers of a GPU begin at multiples of 256."""
-    return isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 
 def run(
@@ -117,7 +39,7 @@ def run(
 
 
 @pytest.mark.parametrize("bits", CHOICES)
-def test_nested_weights_for_one_token(compiled: dict[str, Compiled], bits: int) -> None:
+def test_nested_weights_for_one_token(compiled: Any, bits: int) -> None:
     run(nested_fields(CHOICES), bits, torch.zeros(1, 4096, dtype=torch.bfloat16))
     few = compiled["_few"]
     assert few.spilled == 0
@@ -126,7 +48,7 @@ def test_nested_weights_for_one_token(compiled: dict[str, Compiled], bits: int) 
     assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
-def test_groups_for_one_token(compiled: dict[str, Compiled]) -> None:
+def test_groups_for_one_token(compiled: Any) -> None:
     """A load or two more for a tile, and no more products: the sums of groups lie beside each other."""
     as_bytes = [(bits, 64, torch.uint8) for bits in CHOICES] + [(4, 32, torch.uint8), (2, 128, torch.uint8)]
     for bits, group, scales in (*as_bytes, (8, 64, torch.float32), (6, 32, torch.float32), (4, 64, torch.float32)):
@@ -142,7 +64,7 @@ def test_groups_for_one_token(compiled: dict[str, Compiled]) -> None:
         assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
-def test_groups_for_sixteen_tokens(compiled: dict[str, Compiled]) -> None:
+def test_groups_for_sixteen_tokens(compiled: Any) -> None:
     for bits, group, rows, scales in (
         (8, 64, 14336, torch.uint8), (4, 64, 14336, torch.uint8), (2, 64, 14336, torch.uint8),
         (4, 32, 4096, torch.uint8), (3, 128, 8192, torch.float32), (8, 32, 14336, torch.float32),
@@ -158,7 +80,7 @@ def test_groups_for_sixteen_tokens(compiled: dict[str, Compiled]) -> None:
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(3, torch.float16), (8, torch.bfloat16), (8, torch.float16)])
-def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits: int, dtype: torch.dtype) -> None:
+def test_rounded_weights_for_sixteen_tokens(compiled: Any, bits: int, dtype: torch.dtype) -> None:
     run(packed_fields(bits), bits, torch.zeros(16, 4096, dtype=dtype), offset=0.0, bias=torch.zeros(64, dtype=dtype))
     few = compiled["_few"]
     assert few.spilled == 0
@@ -168,7 +90,7 @@ def test_rounded_weights_for_sixteen_tokens(compiled: dict[str, Compiled], bits:
 
 
 @pytest.mark.parametrize("rows", [8192, 14336])
-def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: dict[str, Compiled], rows: int) -> None:
+def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: Any, rows: int) -> None:
     run(nested_fields(CHOICES), 2, torch.zeros(16, 4096, dtype=torch.bfloat16), rows=rows)
     few = compiled["_few"]
     assert few.spilled == 0
@@ -179,7 +101,7 @@ def test_twice_the_rows_for_sixteen_tokens_at_two_bits(compiled: dict[str, Compi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("scheme", "bits"), [("nested", 2), ("nested", 8), ("double_rounding", 3)])
-def test_many_tokens(compiled: dict[str, Compiled], scheme: str, bits: int, dtype: torch.dtype) -> None:
+def test_many_tokens(compiled: Any, scheme: str, bits: int, dtype: torch.dtype) -> None:
     fields, offset = (nested_fields(CHOICES), 0.5) if scheme == "nested" else (packed_fields(bits), 0.0)
     run(fields, bits, torch.zeros(256, 4096, dtype=dtype), offset=offset, bias=torch.zeros(64, dtype=dtype))
     unpack, finish = compiled["_unpack"], compiled["_scale_sums"]
@@ -193,7 +115,7 @@ def test_many_tokens(compiled: dict[str, Compiled], scheme: str, bits: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_many_tokens_of_groups(compiled: dict[str, Compiled], dtype: torch.dtype) -> None:
+def test_many_tokens_of_groups(compiled: Any, dtype: torch.dtype) -> None:
     """Products of warp groups, whose sums meet two scales a thread each."""
     for group, scales in ((32, torch.uint8), (64, torch.float32), (128, torch.uint8)):
         run((4,), 4, torch.zeros(256, 4096, dtype=dtype), bias=torch.zeros(64, dtype=dtype), group=group, scales=scales)
@@ -203,8 +125,8 @@ def test_many_tokens_of_groups(compiled: dict[str, Compiled], dtype: torch.dtype
         assert product.count(r"ld\.global", in_loop=True) == 2
 
 
-def test_repack(compiled: dict[str, Compiled]) -> None:
-    PackedArena({"fc": torch.zeros(64, 4096, dtype=torch.int8)}, high=8, bit_choices=CHOICES)
+def test_repack(compiled: Any) -> None:
+    PackedWeightPool({"fc": torch.zeros(64, 4096, dtype=torch.int8)}, high=8, bit_choices=CHOICES)
     repack = compiled["_repack"]
     assert repack.spilled == repack.shared == 0
     assert repack.count(r"bar\.sync") == 1  # no warp says what the block holds before all have read what it held

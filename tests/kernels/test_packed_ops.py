@@ -1,11 +1,9 @@
 """Linear layers on packed weights: values exact at every width, sums within the stated bound of float64.
 
-The reference runs here. The kernels run on a GPU; elsewhere this file runs itself once more with Triton's interpreter.
+The reference runs here, the kernels on a GPU and under Triton's interpreter (`test_interpreter.py`).
 """
 
-import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,24 +13,18 @@ from torch import Tensor
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.kernels.packed_ops import packed_linear, packed_scales
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import nested_fields, pack_words, packed_fields
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a GPU or under the interpreter")
+pytestmark = pytest.mark.interpreter
 CHOICES = (8, 6, 4, 3, 2)
 DTYPES = [torch.bfloat16, torch.float16]
 # The interpreter cuts float32 to bf16 where everything else rounds.
 UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
 CASES = [("centred", bits) for bits in CHOICES] + [("double_rounding", bits) for bits in range(2, 9)]
 PHASED = [("nested", 8), ("nested", 3), *(("nested+8", bits) for bits in CHOICES)]
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 class Packed(NamedTuple):
@@ -64,7 +56,7 @@ def make(
         words = pack_words(codes.to(DEVICE), fields)
     else:
         fields = packed_fields(bits)
-        arena = PackedArena({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
+        arena = PackedWeightPool({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
         words = arena.words("fc")
     low = bf.narrow(codes, high=8, low=bits, scheme=scheme)
     exact = scale.double() if multipliers is None else scale.double()[:, None] * multipliers
@@ -158,7 +150,7 @@ def test_many_tokens_that_are_not_contiguous(monkeypatch: pytest.MonkeyPatch) ->
     check_bound(weight.linear(wide[::2, 3:263]), wide[::2, 3:263], weight.values, None)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_chunks_hold_a_bounded_number_of_weights_in_whole_tiles() -> None:
     from bitdial.kernels.triton.packed.unpack import CHUNK_WEIGHTS, chunk_rows
 
@@ -167,7 +159,7 @@ def test_chunks_hold_a_bounded_number_of_weights_in_whole_tiles() -> None:
     assert chunk_rows(1 << 20, 2 * CHUNK_WEIGHTS) == 16  # a row of tiles is the least
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(
     ("tokens", "settings"),
     [
@@ -254,7 +246,7 @@ def test_many_tokens_of_groups_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch
         check_bound(weight.linear(x, bias), x, weight.values, bias)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(
     ("tokens", "settings"),
     [

@@ -1,38 +1,26 @@
 """The fused kernels against PyTorch and the reference: values, gradients, statistics; and whole networks through them.
 
-On a GPU they run compiled. Elsewhere this file runs itself once in a process with Triton's interpreter.
+On a GPU they run compiled, elsewhere under Triton's interpreter; see `test_interpreter.py`.
 """
 
 import contextlib
 import copy
-import importlib.util
 import math
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial import QuantConfig, build_model, prepare, set_bits
 from bitdial import functional as bf
 from bitdial.kernels import fake_quantize as quantize
 from bitdial.kernels import training as fused
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
-from bitdial.models.resnet import Bottleneck
-from bitdial.train.gpu.fuse import FastModel, FusedConv, FusedNorm
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAST = torch.channels_last
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a GPU or under the interpreter")
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +64,7 @@ CONVOLUTIONS = [  # images, channels, height, width, output channels, filter, st
 ]
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("sizes", CONVOLUTIONS)
 def test_convolution_equals_pytorchs(sizes: tuple[int, ...]) -> None:
     n, c, h, w, k, r, stride, padding, groups = sizes
@@ -97,7 +85,7 @@ def test_convolution_equals_pytorchs(sizes: tuple[int, ...]) -> None:
         close(moments.parts[1, :, tile], (some - some.mean(dim=0)).square().sum(dim=0))
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested", "truncate", "lsq"])
 @pytest.mark.parametrize("channels", [1, 12])
 @pytest.mark.parametrize("groups", [1, 12])
@@ -117,7 +105,7 @@ def test_convolution_of_quantised_weights(scheme: str, channels: int, groups: in
         close(got, want, tolerance=1e-4)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_a_scale_learns_although_its_weight_is_frozen() -> None:
     conv = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST).requires_grad_(False)
     scale = torch.linspace(0.01, 0.04, 16).to(DEVICE).requires_grad_()
@@ -129,7 +117,7 @@ def test_a_scale_learns_although_its_weight_is_frozen() -> None:
     close(torch.autograd.grad(y, scale, grad)[0], torch.autograd.grad(expected, scale, grad)[0], tolerance=1e-4)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_what_the_convolution_leaves_to_others() -> None:
     x = normal(2, 16, 6, 6, seed=5)
     good = nn.Conv2d(16, 16, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
@@ -146,7 +134,7 @@ def test_what_the_convolution_leaves_to_others() -> None:
     assert not fused.can_convolve(other, x)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_many_channels_on_large_images_are_left_to_others() -> None:
     small, large = (torch.zeros(1, 64, size, size, device=DEVICE) for size in (256, 257))
     wide = nn.Conv2d(64, 64, 3, padding=1, bias=False).to(DEVICE, memory_format=LAST)
@@ -160,44 +148,45 @@ def test_many_channels_on_large_images_are_left_to_others() -> None:
 # --- norm ---------------------------------------------------------------------------------------
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(
     "shape, residual", [((3, 16, 9, 7), True), ((1, 70, 4, 4), False), ((1, 70, 4, 4), True), ((4, 3, 17, 31), False)]
 )
-@pytest.mark.parametrize("cap, signed", [(None, None), (None, True), (math.inf, False), (1.0, None), (1.0, False)])
-def test_norm_and_what_follows(shape: tuple[int, ...], residual: bool, cap: float | None, signed: bool | None) -> None:
+@pytest.mark.parametrize("relu_max, signed", [(None, None), (None, True), (math.inf, False), (1.0, None), (1.0, False)])
+def test_norm_and_epilogue(shape: tuple[int, ...], residual: bool, relu_max: float | None, signed: bool | None) -> None:
     """Every way to go on, on tiles of each kind: of one block of channels, of two, of several blocks of rows.
 
     A residual is tried with and without on the widest only: what is computed inside a tile does not know which it is.
     """
-    check_norm(shape, residual, cap, signed, use="both" if signed is not None else "value")
+    check_norm(shape, residual, relu_max, signed, use="both" if signed is not None else "value")
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("use", ["value", "quantized"])
 def test_norm_when_only_one_output_is_used(residual: bool, use: str) -> None:
     check_norm((3, 16, 9, 7), residual, math.inf, signed=False, use=use)
 
 
-def check_norm(shape: tuple[int, ...], residual: bool, cap: float | None, signed: bool | None, use: str) -> None:
+def check_norm(
+    shape: tuple[int, ...], has_residual: bool, relu_max: float | None, signed: bool | None, use: str
+) -> None:
     norm = nn.BatchNorm2d(shape[1]).to(DEVICE)
     with torch.no_grad():
         norm.weight.copy_(normal(shape[1], seed=6)), norm.bias.copy_(normal(shape[1], seed=7))
     twin = copy.deepcopy(norm)
     x = (normal(*shape, seed=8) + 5).requires_grad_()  # a mean far from 0: moments must not cancel
-    other = normal(*shape, seed=9).requires_grad_() if residual else None
+    residual = normal(*shape, seed=9).requires_grad_() if has_residual else None
     scale = torch.tensor([0.11], device=DEVICE, requires_grad=True)
     kind = "signed" if signed else "unsigned"
     codes = None if signed is None else ActivationCodes.of(scale, bits=4, kind=kind, gradient_scale=0.3)
-    value, quantized = fused.normalize(
-        x, norm, moments=None, other=other, cap=cap, codes=codes, keep=use in ("value", "both")
-    )
+    settings = fused.NormSettings(norm, None, relu_max, codes, use in ("value", "both"))
+    value, quantized = fused.normalize(x, residual, settings)
 
-    expected = twin(x) if other is None else twin(x) + other
-    expected = expected if cap is None else F.hardtanh(expected, 0.0, cap)
+    expected = twin(x) if residual is None else twin(x) + residual
+    expected = expected if relu_max is None else F.hardtanh(expected, 0.0, relu_max)
     # the codes of the value that the kernel has: where a value lies at the edge of a code, a rounding decides
-    exact, _ = fused.normalize(x, copy.deepcopy(norm), moments=None, other=other, cap=cap, codes=None, keep=True)
+    exact, _ = fused.normalize(x, residual, fused.NormSettings(copy.deepcopy(norm), None, relu_max, None, True))
     source = expected + (exact - expected).detach()
     expected_codes = bf.fake_quantize_activation(source, scale, bits=4, kind=kind, gradient_scale=0.3)
     grads = normal(*shape, seed=10), normal(*shape, seed=11)
@@ -210,7 +199,7 @@ def check_norm(shape: tuple[int, ...], residual: bool, cap: float | None, signed
         assert quantized is not None
         assert torch.equal(quantized, expected_codes)
         mine, theirs = mine + (quantized * grads[1]).sum(), theirs + (expected_codes * grads[1]).sum()
-    inputs = [x, *([] if other is None else [other]), *([scale] if use != "value" else [])]
+    inputs = [x, *([] if residual is None else [residual]), *([scale] if use != "value" else [])]
     got = torch.autograd.grad(mine, [*inputs, norm.weight, norm.bias])
     wanted = torch.autograd.grad(theirs, [*inputs, twin.weight, twin.bias])
     for mine_grad, their_grad in zip(got, wanted, strict=True):
@@ -219,7 +208,7 @@ def check_norm(shape: tuple[int, ...], residual: bool, cap: float | None, signed
         close(buffer.double(), twin.get_buffer(name).double(), tolerance=1e-5)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("channels, groups, size", [(16, 1, 9), (32, 1, 13), (32, 32, 9)])  # tiles of 128, 256, 128
 def test_the_norm_joins_the_moments_of_a_convolution(channels: int, groups: int, size: int) -> None:
     conv = nn.Conv2d(channels, channels, 3, padding=1, groups=groups, bias=False).to(DEVICE, memory_format=LAST)
@@ -227,13 +216,13 @@ def test_the_norm_joins_the_moments_of_a_convolution(channels: int, groups: int,
     twin = copy.deepcopy(norm)
     y, moments = fused.convolve(normal(3, channels, size, size, seed=12), conv, conv.weight, None)
     assert moments.parts.shape[2] > 1  # the last tile is a partial one
-    value, _ = fused.normalize(y, norm, moments=moments, other=None, cap=None, codes=None, keep=True)
+    value, _ = fused.normalize(y, None, fused.NormSettings(norm, moments, None, None, True))
     assert value is not None
     close(value, twin(y))
     close(norm.running_var, twin.running_var)  # type: ignore[arg-type]
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cuts bfloat16 off instead of rounding it")
 @pytest.mark.parametrize("signed", [False, True])
 def test_codes_of_every_bfloat16(signed: bool) -> None:
@@ -246,153 +235,6 @@ def test_codes_of_every_bfloat16(signed: bool) -> None:
             expected = bf.fake_quantize_activation(every.float(), scale, bits=bits, kind=kind)
             got = quantize.fake_quantize_activation(every.to(DEVICE), scale.to(DEVICE), bits=bits, kind=kind)
             assert torch.equal(got.cpu(), expected)
-
-
-# --- whole networks -----------------------------------------------------------------------------
-
-
-class Awkward(nn.Module):
-    """Branches that only some fusions fit: shared norms' outputs, additions of numbers, a ReLU in between, no norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.stem_norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.one, self.one_norm = nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.two = nn.Conv2d(16, 16, 3, padding=1)  # a bias, and no norm behind it
-        self.depthwise, self.depthwise_norm = nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False), nn.BatchNorm2d(16)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu_(self.stem_norm(self.stem(x)))
-        a = self.one_norm(self.one(x))
-        b = self.two(F.relu6(a) + 1.0)
-        c = self.depthwise_norm(self.depthwise(F.relu(a + b)))
-        c += x
-        d = c + c.relu()
-        return self.head((d + x).mean(dim=(2, 3)))
-
-
-NETWORKS = {
-    "resnet": lambda: build_model("cifar_resnet", blocks=1, width=8),
-    "bottlenecks": lambda: nn.Sequential(Bottleneck(16, 8), Bottleneck(32, 8), Bottleneck(32, 8)),
-    "mobilenet": lambda: build_model("mobilenet_v2", num_classes=5, width_mult=0.25, dropout=0.0).features[:4],
-    "awkward": Awkward,
-}
-
-
-@runs
-@pytest.mark.parametrize(
-    "name, scheme, activations",
-    [
-        *((name, "nested", "float") for name in NETWORKS),
-        ("resnet", "double_rounding", "auto"),
-        ("resnet", "adabits", "auto"),
-        ("awkward", "lsq", "auto"),
-    ],
-)
-def test_a_network_trains_the_same(name: str, scheme: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    network = NETWORKS[name]().to(DEVICE, memory_format=LAST)
-    x = normal(2, 16, 5, 5, seed=13) if name == "bottlenecks" else normal(2, 3, 8, 8, seed=13)
-    config = QuantConfig(scheme=scheme, bit_choices=(8, 4), activations=activations)
-    model = prepare(network, config, x).train()
-    twin = copy.deepcopy(model)
-    fast = FastModel(model, fused=True)
-    kinds = [type(module) for module in fast.model.modules()]
-    assert FusedConv in kinds
-    assert FusedNorm in kinds
-    for bits in (8, 4):
-        set_bits(model, bits)
-        set_bits(twin, bits)
-        mine = fast(x)
-        with monkeypatch.context() as patch:
-            patch.setattr(quantize, "_triton_installed", lambda: False)
-            theirs = twin(x)
-            grad = normal(*theirs.shape, seed=14)
-            (theirs * grad).sum().backward()
-        fast.backward((mine * grad).sum())
-        pairs = list(zip(model.named_parameters(), twin.parameters(), strict=True))
-        for (key, parameter), other in pairs:
-            assert (parameter.grad is None) == (other.grad is None), key
-        got, wanted = (
-            torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, twin)
-        )
-        if activations == "float":
-            close(mine, theirs, tolerance=1e-4)
-            assert float(F.cosine_similarity(got, wanted, dim=0)) > 0.999  # a ReLU at 0 may fall to either side too
-        else:  # an activation at the edge of a code may fall to the other side, and what is behind it then differs
-            assert float((mine - theirs).detach().norm() / theirs.detach().norm()) < 0.01
-            assert float(F.cosine_similarity(got, wanted, dim=0)) > 0.99
-        for key, buffer in model.named_buffers():
-            torch.testing.assert_close(buffer, twin.get_buffer(key), rtol=1e-3, atol=1e-5)
-        model.zero_grad()
-        twin.zero_grad()
-
-
-def test_a_model_that_cannot_be_traced_is_called_as_it_is() -> None:
-    class Dynamic(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) if bool(x.sum() > 0) else -super().forward(x)
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Dynamic(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) if x.sum() > 0 else x
-
-    model = Outer()
-    assert FastModel(model, fused=True).model is model
-
-
-def test_a_model_in_eval_mode_is_traced_as_it_trains() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(64, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(F.dropout(x, 0.5, training=self.training))
-
-    model = Dropping().eval()
-    model.head.train()
-    fast = FastModel(model, fused=True)
-    assert (model.training, model.head.training) == (False, True), "modes stay what they were"
-    model.train()
-    x = torch.ones(1, 64)
-    assert not torch.equal(fast(x), fast(x))
-
-
-def test_a_model_with_hooks_is_called_as_it_is() -> None:
-    model = build_model("cifar_resnet", blocks=1, width=4)
-    model.layer1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
-    assert FastModel(model, fused=True).model is model
-
-
-def test_a_hook_on_a_gradient_counts_too() -> None:
-    model = build_model("cifar_resnet", blocks=1, width=4)
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
-    assert FastModel(model, fused=True).model is model
-
-
-def test_layers_called_by_keyword_and_filters_of_other_ranks_stay() -> None:
-    class Keywords(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
-            self.deep = nn.Conv3d(1, 2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(input=self.conv(input=x)).mean() + self.deep(torch.ones(1, 1, 3, 3, 3)).mean()
-
-    model = Keywords()
-    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(15))
-    expected = copy.deepcopy(model)(x)
-    fast = FastModel(model, fused=True)
-    assert fast.model is not model
-    close(fast(x), expected, tolerance=1e-5)
-    assert model.conv.weight.is_contiguous(memory_format=LAST)
 
 
 # --- the stream beside the pass -------------------------------------------------------------------

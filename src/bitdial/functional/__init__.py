@@ -29,6 +29,7 @@ Division is a true IEEE division (not a product with a reciprocal), so CPU, GPU 
 """
 
 from bitdial.functional.activations import (
+    activation_codes,
     check_activation,
     dequantize_activation,
     fake_quantize_activation,
@@ -73,6 +74,7 @@ from bitdial.functional.weights import (
 )
 
 __all__ = [
+    "activation_codes",
     "ACTIVATION_KINDS",
     "GROUP_SCALES",
     "MOST_MULTIPLIER",

@@ -15,6 +15,16 @@ def integer_zero_point(zero_point: Tensor, bits: int) -> Tensor:
     return zero_point.detach().round().clamp_(*code_range(bits, signed=False))
 
 
+def activation_codes(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, bounds: tuple[int, int] | tuple[Tensor, Tensor]
+) -> Tensor:
+    """clip(round(x / scale) + z), ties to even: whole numbers in the type of `x`; z is one already."""
+    codes = (x / scale).round_()
+    if zero_point is not None:
+        codes.add_(zero_point)
+    return codes.clamp_(*bounds)
+
+
 class _FakeQuantizeActivation(torch.autograd.Function):
     """Eqs. 4-5 with q = clip(round(x / scale) + z) and value (q - z) * scale; z a whole number.
 
@@ -34,13 +44,10 @@ class _FakeQuantizeActivation(torch.autograd.Function):
         signed: bool,
         gradient_scale: float,
     ) -> Tensor:
-        least, most = code_range(bits, signed=signed)
-        values = (x / scale).round_()
-        if zero_point is None:
-            values.clamp_(least, most)
-        else:
-            whole = integer_zero_point(zero_point, bits)
-            values.add_(whole).clamp_(least, most).sub_(whole)
+        whole = None if zero_point is None else integer_zero_point(zero_point, bits)
+        values = activation_codes(x, scale, whole, code_range(bits, signed=signed))
+        if whole is not None:
+            values.sub_(whole)
         values.mul_(scale)
         ctx.save_for_backward(x, scale, values, zero_point)
         ctx.bits, ctx.signed, ctx.gradient_scale = bits, signed, gradient_scale
@@ -85,11 +92,10 @@ def fake_quantize_activation(
 def quantize_activation(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int, kind: str) -> Tensor:
     """Integer codes of `x`: int8 for a signed kind, uint8 otherwise."""
     check_activation(bits, kind, zero_point)
-    codes = (x / scale).round_()
-    if zero_point is not None:
-        codes.add_(integer_zero_point(zero_point, bits))
+    whole = None if zero_point is None else integer_zero_point(zero_point, bits)
     signed = kind == "signed"
-    return codes.clamp_(*code_range(bits, signed=signed)).to(torch.int8 if signed else torch.uint8)
+    codes = activation_codes(x, scale, whole, code_range(bits, signed=signed))
+    return codes.to(torch.int8 if signed else torch.uint8)
 
 
 def dequantize_activation(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int) -> Tensor:

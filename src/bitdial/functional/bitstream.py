@@ -1,10 +1,10 @@
-"""Pack b-bit codes (b = 1..8) into bytes or bit-planes, and back.
+"""Pack b-bit codes (b = 1..8) into bytes, and back.
 
 A code is stored as its low ``b`` bits: two's complement when ``signed``, so the range is
 [-2^(b-1), 2^(b-1) - 1], else [0, 2^b - 1]. Tensors of any shape are read in row-major order.
-Both layouts number the bits of a byte from the least significant (bit 0) to the most (bit 7).
+The bits of a byte are numbered from the least significant (bit 0) to the most (bit 7).
 
-**Bytes**: one dense little-endian bit stream of ceil(n * b / 8) bytes. Bit j of code i is bit
+One dense little-endian bit stream of ceil(n * b / 8) bytes. Bit j of code i is bit
 s = i * b + j of the stream, and bit s of the stream is bit s % 8 of byte s // 8. The padding
 bits after the last code are zero. With b = 3, codes c0, c1, c2, ... (``c0.0``: bit 0 of code 0)::
 
@@ -15,19 +15,6 @@ bits after the last code are zero. With b = 3, codes c0, c1, c2, ... (``c0.0``: 
 
 Eight codes always fill exactly b bytes. Worked example: the codes 1, -2, 3, -4 at b = 3 are
 001, 110, 011, 100 and pack into the two bytes 0xF1, 0x08.
-
-**Planes**: a matrix of b rows (planes) and ceil(n / 8) columns of bytes. Plane 0 holds the MOST
-significant bit (the sign) of every code, plane b - 1 the least. Within a plane, element i is bit
-i % 8 of byte i // 8; the padding bits are zero. With b = 3::
-
-                    bit 7   bit 6   ...   bit 1   bit 0  |           bit 7   ...
-    plane 0 byte 0  c7.2    c6.2    ...   c1.2    c0.2   |   byte 1  c15.2   ...
-    plane 1 byte 0  c7.1    c6.1    ...   c1.1    c0.1   |   byte 1  c15.1   ...
-    plane 2 byte 0  c7.0    c6.0    ...   c1.0    c0.0   |   byte 1  c15.0   ...
-
-The same example packs into the planes 0x0A, 0x06, 0x05. Planes nest: the first ``low`` planes of
-a ``high``-bit buffer are exactly the planes of ``codes >> (high - low)`` (arithmetic shift for
-signed codes), so a reader of fewer bits reads fewer planes and computes nothing.
 
 Implementation: eight codes travel in one int64 word, so every step is a few shifts over n / 8
 words, in chunks that bound the working memory. Nothing depends on the machine's byte order.
@@ -65,7 +52,7 @@ def unpack_bytes(packed: Tensor, bits: int, count: int, *, signed: bool = True) 
     Raises QuantizationError when ``packed`` has the wrong length or nonzero padding bits.
     """
     _check_bits(bits)
-    _check_buffer(packed, dim=1, width=_ceil_div(_checked_count(count) * bits, 8), count=count)
+    _check_buffer(packed, width=_ceil_div(_checked_count(count) * bits, 8), count=count)
     _check_padding(packed[-1:], used=count * bits % 8)
     codes = torch.empty(count, dtype=torch.uint8, device=packed.device)
     for start in range(0, count, _CHUNK):
@@ -73,47 +60,6 @@ def unpack_bytes(packed: Tensor, bits: int, count: int, *, signed: bool = True) 
         lanes = _pad_to_lanes(packed[first : first + _CHUNK // 8 * bits], bits)
         target = codes[start : start + _CHUNK]
         target.copy_(_split(_join(lanes, step=8), lanes=8, step=bits).view(-1)[: target.numel()])
-    return _extend(codes, bits, signed)
-
-
-def pack_planes(codes: Tensor, bits: int, *, signed: bool = True) -> Tensor:
-    """Return ``codes`` as bit-planes, most significant first: uint8, shape (bits, ceil(n / 8)).
-
-    ``planes[p, i // 8] bit (i % 8) = codes[i] bit (bits - 1 - p)``.
-    Raises QuantizationError when a code does not fit into ``bits``.
-    """
-    flat = _checked_codes(codes, bits, signed)
-    shape = (bits, _ceil_div(flat.numel(), 8))
-    planes = torch.empty(shape, dtype=torch.uint8, device=codes.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        words = _transpose(_join(_low_bits(flat[start : start + _CHUNK], bits), step=8))
-        target = planes[:, start // 8 :][:, : words.numel()]
-        target.copy_(_split(words, lanes=bits, step=8).flip(1).t())
-    return planes
-
-
-def unpack_planes(planes: Tensor, count: int, *, bits: int, signed: bool = True) -> Tensor:
-    """Return ``count`` codes of ``bits`` bits, read from the first ``bits`` of the ``planes`` only.
-
-    Result: int8 (signed) or uint8, shape (count,). With ``high = planes.shape[0]`` it equals the
-    packed codes ``>> (high - bits)``. Raises QuantizationError when ``planes`` has fewer than
-    ``bits`` rows, the wrong number of columns, or nonzero padding bits in a plane that is read.
-    """
-    _check_bits(bits)
-    _check_buffer(planes, dim=2, width=_ceil_div(_checked_count(count), 8), count=count)
-    if planes.shape[0] < bits:
-        raise QuantizationError(
-            f"the buffer has {planes.shape[0]} bit-planes, fewer than bits={bits}; "
-            f"read at most {planes.shape[0]} bits or pack more planes"
-        )
-    planes = planes[:bits]
-    _check_padding(planes[:, -1:], used=count % 8)
-    codes = torch.empty(count, dtype=torch.uint8, device=planes.device)
-    for start in range(0, count, _CHUNK):
-        lanes = planes[:, start // 8 : (start + _CHUNK) // 8].flip(0).t()
-        target = codes[start : start + _CHUNK]
-        words = _transpose(_join(lanes, step=8))
-        target.copy_(_split(words, lanes=8, step=8).view(-1)[: target.numel()])
     return _extend(codes, bits, signed)
 
 
@@ -131,18 +77,6 @@ def _split(words: Tensor, lanes: int, step: int) -> Tensor:
     for k in range(lanes):
         out[:, k] = (words >> (k * step)) & 0xFF
     return out
-
-
-def _transpose(words: Tensor) -> Tensor:
-    """Transpose each int64 word as an 8 x 8 bit matrix: bit c of byte r <-> bit r of byte c.
-
-    Swaps off-diagonal blocks of 1, 2, then 4 bits; it is its own inverse. The masks clear the
-    bits that the arithmetic right shift fills with the sign.
-    """
-    for shift, mask in ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0xF0F0F0F0)):
-        swap = (words ^ (words >> shift)) & mask
-        words = words ^ swap ^ (swap << shift)
-    return words
 
 
 def _low_bits(codes: Tensor, bits: int) -> Tensor:
@@ -204,16 +138,16 @@ def _checked_codes(codes: Tensor, bits: int, signed: bool) -> Tensor:
     return flat
 
 
-def _check_buffer(buffer: Tensor, *, dim: int, width: int, count: int) -> None:
-    """Raise unless ``buffer`` is uint8 with ``dim`` axes, the last of ``width`` bytes."""
-    if buffer.dtype != torch.uint8 or buffer.dim() != dim:
+def _check_buffer(buffer: Tensor, *, width: int, count: int) -> None:
+    """Raise unless ``buffer`` is uint8 with one axis of ``width`` bytes."""
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
         raise QuantizationError(
             f"the packed buffer is {buffer.dtype} of shape {tuple(buffer.shape)}, "
-            f"expected torch.uint8 with {dim} axes; pass what the pack function returned"
+            "expected torch.uint8 with 1 axis; pass what the pack function returned"
         )
-    if buffer.shape[-1] != width:
+    if buffer.shape[0] != width:
         raise QuantizationError(
-            f"the packed buffer holds {buffer.shape[-1]} bytes in its last axis, but "
+            f"the packed buffer holds {buffer.shape[0]} bytes, but "
             f"count={count} codes take {width}; check bits and count, or the file is damaged"
         )
 

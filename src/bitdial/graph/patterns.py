@@ -10,7 +10,7 @@ from torch import fx, nn
 
 ADDITIONS = (operator.add, torch.add, "add")
 IN_PLACE_ADDITIONS = (operator.iadd, "add_")
-CAPS: dict[Any, float] = {
+RELU_BOUNDS: dict[Any, float] = {
     nn.ReLU: math.inf,
     nn.ReLU6: 6.0,
     F.relu: math.inf,
@@ -52,9 +52,21 @@ def added(node: fx.Node, user: fx.Node) -> fx.Node | None:
     return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
 
 
-def relu_cap(graph: fx.GraphModule, node: fx.Node) -> float | None:
+def relu_max(graph: fx.GraphModule, node: fx.Node) -> float | None:
     """The upper bound of the ReLU that `node` is, None if it is none."""
-    return CAPS.get(type(module_of(graph, node)) if node.op == "call_module" else node.target)
+    return RELU_BOUNDS.get(type(module_of(graph, node)) if node.op == "call_module" else node.target)
+
+
+def take_epilogue(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
+    """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
+    residual = bound = None
+    user = only_user(chain[-1])
+    if user is not None and (residual := added(chain[-1], user)) is not None:
+        chain.append(user)
+        user = only_user(user)
+    if user is not None and (bound := relu_max(graph, user)) is not None:
+        chain.append(user)
+    return residual, bound
 
 
 def max_pool(graph: fx.GraphModule, node: fx.Node) -> MaxPool | None:

@@ -1,5 +1,9 @@
-"""Fast paths. Only the triton_ files import Triton, and only when a tensor needs them."""
+"""Operators and fast paths: records and schemas here, `reference` in plain PyTorch, `triton` for GPUs.
 
-from bitdial.kernels.fake_quantize import fake_quantize, fake_quantize_activation, use_triton
+Triton is imported only when a tensor needs it.
+"""
+
+from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.fake_quantize import fake_quantize, fake_quantize_activation
 
 __all__ = ["fake_quantize", "fake_quantize_activation", "use_triton"]

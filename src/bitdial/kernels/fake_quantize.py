@@ -4,9 +4,6 @@ On a GPU with Triton, one kernel forward and one backward; elsewhere the referen
 autocast the kernels write the values in autocast's type at once, which saves the pass that would convert them.
 """
 
-import functools
-import importlib.util
-import os
 from typing import Any
 
 import torch
@@ -14,22 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial import functional as bf
+from bitdial.kernels.dispatch import use_triton
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
-
-
-@functools.cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def triton_runs(tensor: Tensor) -> bool:
-    """Whether Triton kernels run where `tensor` is: on a GPU, or under the interpreter."""
-    return (tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1") and _triton_installed()
-
-
-def use_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels serve `tensor`: float32, bfloat16 or float16 on a GPU (or under the interpreter)."""
-    return tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and triton_runs(tensor)
 
 
 def value_type(x: Tensor) -> torch.dtype:
@@ -73,7 +56,7 @@ def fake_quantize_activation(
     kind: str,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """`x` as its `bits`-bit code says it, differentiable; see `bitdial.functional.fake_quantize_activation`."""
+    """Quantise, then dequantise `x`, differentiable; see `bitdial.functional.fake_quantize_activation`."""
     if use_triton(x) and scale.dtype == torch.float32:
         bf.check_activation(bits, kind, zero_point)
         codes = ActivationCodes.of(scale, bits=bits, kind=kind, gradient_scale=gradient_scale)
@@ -86,7 +69,7 @@ def fake_quantize_activation(
 
 
 def quantize_activation_by(x: Tensor, codes: ActivationCodes) -> Tensor:
-    """`x` as `codes` say it, differentiable; only where `use_triton`."""
+    """Quantise, then dequantise `x` by `codes`, differentiable; only where `use_triton`."""
     return bf.apply(_Activation, x, codes.scale, None, None, codes)
 
 
@@ -121,7 +104,7 @@ def fake_quantize(
     ties: str = "even",
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """`weight` as its `low`-bit code says it, differentiable; see `bitdial.functional.fake_quantize`."""
+    """Quantise, then dequantise `weight`, differentiable; see `bitdial.functional.fake_quantize`."""
     settings: dict[str, Any] = {"high": high, "low": low, "scheme": scheme, "ties": ties}
     if use_triton(weight) and weight.dtype == torch.float32 and not bf.scheme_of(scheme).derives_scale:
         bf.check_fake_quantize(**settings)
@@ -132,7 +115,7 @@ def fake_quantize(
 
 
 def quantize_weight_by(weight: Tensor, codes: WeightCodes) -> Tensor:
-    """`weight` as `codes` say it, differentiable; only where `use_triton`, in float32."""
+    """Quantise, then dequantise `weight` by `codes`, differentiable; only where `use_triton`, in float32."""
     return bf.apply(_Weight, weight, codes.scale, codes)
 
 

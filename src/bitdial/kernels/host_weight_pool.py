@@ -1,4 +1,4 @@
-"""An arena whose master stays in host memory, so that a GPU holds the active words and little else.
+"""A pool whose master stays in host memory, so that a GPU holds the active words and little else.
 
 A switch copies the master's words of the layers that change to the device, one layer after the other through one
 staging buffer of the largest layer's size, and repacks each from there. What crosses the bus is `high` bits for each of
@@ -13,13 +13,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from bitdial.kernels.weight_pool import PackedArena, repack_
+from bitdial.kernels.ops import repack_
+from bitdial.kernels.weight_pool import PackedWeightPool
 
 log = logging.getLogger(__name__)
 
 
-class HostArena(PackedArena):
-    """A PackedArena whose master lies in host memory, pinned if the device is a GPU and the system allows it."""
+class HostWeightPool(PackedWeightPool):
+    """A PackedWeightPool whose master lies in host memory, pinned if the device is a GPU and the system allows it."""
 
     on_device = ("active", "_blocks", "_layers", "_bits", "_held", "_staging", "_staged_layers")
 
@@ -31,7 +32,7 @@ class HostArena(PackedArena):
         self._block_counts = list(zip(accumulate(counts, initial=0), counts, strict=False))  # (first, how many)
         return _host_buffer(words, pinned=self.device.type == "cuda")
 
-    def _bring(self, changed: Sequence[str]) -> None:
+    def _upload(self, changed: Sequence[str]) -> None:
         for layer in (self.names[name] for name in changed):
             begin, _, count = self._spans[layer]
             staged = self._staging[: self.high * count]
@@ -44,7 +45,7 @@ class HostArena(PackedArena):
 
     def repack(self) -> None:
         """Bring the active words to the widths of the table, in place, layer by layer; it cannot be recorded."""
-        self._bring(list(self.names))
+        self._upload(list(self.names))
 
 
 def _host_buffer(words: int, *, pinned: bool) -> Tensor:

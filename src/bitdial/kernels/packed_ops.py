@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.fake_quantize import triton_runs
+from bitdial.kernels.dispatch import triton_runs
 from bitdial.kernels.word_layout import (
     TILE_COLUMNS,
     TILE_ROWS,

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bitdial.kernels.fake_quantize import use_triton, value_type
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.fake_quantize import value_type
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
 
 MOST_CHANNELS = 64  # above, cuDNN's convolutions are good
@@ -118,32 +120,34 @@ def _quantize(weight: Tensor, codes: WeightCodes, dtype: torch.dtype) -> Tensor:
     return triton_quantize.weight_forward(weight, codes, dtype)
 
 
+class _ConvSettings(NamedTuple):
+    """How `_Convolution` runs: what quantises the weight, the weight if it is quantised already, sizes, the stream."""
+
+    codes: WeightCodes | None
+    quantized: Tensor | None
+    shape: ConvShape
+    depthwise: bool
+    side: SideStream | None
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor | None,
-        codes: WeightCodes | None,
-        quantized: Tensor | None,
-        stride: int,
-        padding: int,
-        depthwise: bool,
-        side: SideStream | None,
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, settings: _ConvSettings
     ) -> tuple[Tensor, Tensor]:
         from bitdial.kernels.triton.training import conv as triton_conv
         from bitdial.kernels.triton.training import depthwise as triton_depthwise
 
         x = x.to(value_type(x), memory_format=torch.channels_last)
-        if codes is None:
+        quantized = settings.quantized
+        if settings.codes is None:
             quantized = weight.to(x.dtype)
         elif quantized is None:
-            quantized = _quantize(weight, codes, x.dtype)
-        kernels = triton_depthwise if depthwise else triton_conv
-        y, parts = kernels.convolve(x, quantized, stride, padding)
+            quantized = _quantize(weight, settings.codes, x.dtype)
+        kernels = triton_depthwise if settings.depthwise else triton_conv
+        y, parts = kernels.convolve(x, quantized, settings.shape)
         ctx.save_for_backward(x, weight, scale, quantized)
-        ctx.codes, ctx.stride, ctx.padding, ctx.depthwise, ctx.side = codes, stride, padding, depthwise, side
+        ctx.settings = settings._replace(quantized=None)
         ctx.mark_non_differentiable(parts)
         ctx.set_materialize_grads(False)
         return y, parts
@@ -156,34 +160,33 @@ class _Convolution(torch.autograd.Function):
         from bitdial.kernels.triton.training import quantize as triton_quantize
 
         x, weight, scale, quantized = ctx.saved_tensors
-        kernels = triton_depthwise if ctx.depthwise else triton_conv
+        codes, _, shape, depthwise, side = ctx.settings
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         parameters = (weight,) if scale is None else (weight, scale)
 
         def weight_gradients() -> tuple[Tensor, ...]:
-            parts = kernels.weight_gradient(x, grad, quantized, ctx.stride, ctx.padding)
-            if ctx.codes is None:
+            parts = (triton_depthwise if depthwise else triton_conv).weight_gradient(x, grad, shape)
+            if codes is None:
                 return (parts.sum(dim=0).permute(0, 3, 1, 2),)
-            return triton_quantize.weight_backward(parts, weight, ctx.codes)
+            return triton_quantize.weight_backward(parts, weight, codes)
 
         dw: Tensor | None = None
         dscale: tuple[Tensor | None, ...] = (None,)
-        if ctx.side is not None and all(p.is_leaf and p.requires_grad for p in parameters):
-            ctx.side.start(parameters, weight_gradients, (x, grad, quantized))
+        if side is not None and all(p.is_leaf and p.requires_grad for p in parameters):
+            side.start(parameters, weight_gradients, (x, grad, quantized))
         elif any(ctx.needs_input_grad[1:3]):  # also where the weight is frozen and its scale learns
             dw, *rest = weight_gradients()
             dscale = tuple(rest) or (None,)
         dx = None
-        if ctx.needs_input_grad[0] and ctx.depthwise:
-            dx = triton_depthwise.input_gradient(grad, quantized, x, ctx.stride, ctx.padding)
-        elif ctx.needs_input_grad[0] and ctx.stride == 1:
-            dx = triton_conv.input_gradient(grad, quantized, ctx.padding)
+        if ctx.needs_input_grad[0] and depthwise:
+            dx = triton_depthwise.input_gradient(grad, quantized, x, shape)
+        elif ctx.needs_input_grad[0] and shape.stride == (1, 1):
+            dx = triton_conv.input_gradient(grad, quantized, shape)
         elif ctx.needs_input_grad[0]:
-            stride, padding = [ctx.stride] * 2, [ctx.padding] * 2
             dx = torch.ops.aten.convolution_backward(
-                grad, x, quantized, None, stride, padding, [1, 1], False, [0, 0], 1, [True, False, False]
+                grad, x, quantized, None, shape.stride, shape.padding, [1, 1], False, [0, 0], 1, [True, False, False]
             )[0]
-        return dx, dw, *dscale, None, None, None, None, None, None
+        return dx, dw, *dscale, None
 
 
 def convolve(
@@ -201,11 +204,15 @@ def convolve(
     """
     from bitdial.kernels.triton.training.conv import PIXELS, tile_pixels
 
-    assert isinstance(conv.padding, tuple)
+    (_, channels, height, width), (rows, columns) = x.shape, conv.kernel_size
+    stride, padding = conv.stride[0], conv.padding[0]
+    assert isinstance(padding, int)
+    image, filters = (channels, height, width), (conv.out_channels, rows, columns)
+    shape = ConvShape.of(image, filters, (stride, stride), (padding, padding), groups=conv.groups)
+    depthwise = is_depthwise(conv)
     scale = None if codes is None else codes.scale
-    geometry = (conv.stride[0], conv.padding[0], is_depthwise(conv))
-    y, parts = _Convolution.apply(x, weight, scale, codes, quantized, *geometry, side)
-    return y, Moments(parts, PIXELS if is_depthwise(conv) else tile_pixels(conv.in_channels, conv.out_channels))
+    y, parts = _Convolution.apply(x, weight, scale, _ConvSettings(codes, quantized, shape, depthwise, side))
+    return y, Moments(parts, PIXELS if depthwise else tile_pixels(conv.in_channels, conv.out_channels))
 
 
 def can_normalize(norm: nn.BatchNorm2d, x: Tensor) -> bool:
@@ -223,6 +230,16 @@ def can_normalize(norm: nn.BatchNorm2d, x: Tensor) -> bool:
     )
 
 
+class NormSettings(NamedTuple):
+    """A training batch norm and its epilogue, the layer behind quantising by `codes` if there is one."""
+
+    norm: nn.BatchNorm2d
+    moments: Moments | None  # of the input, if a convolution has taken them
+    relu_max: float | None  # upper bound of the ReLU, None if there is none
+    codes: ActivationCodes | None
+    keep_value: bool  # whether the value itself is needed
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -230,18 +247,15 @@ class _Norm(torch.autograd.Function):
         x: Tensor,
         gamma: Tensor,
         beta: Tensor,
-        other: Tensor | None,
+        residual: Tensor | None,
         scale: Tensor | None,
-        norm: nn.BatchNorm2d,
-        moments: Moments | None,
-        cap: float | None,
-        codes: ActivationCodes | None,
-        keep: bool,
+        settings: NormSettings,
     ) -> tuple[Tensor | None, Tensor | None]:
         from bitdial.kernels.triton.training import norm as triton_norm
 
-        if other is not None:
-            other = other.to(x.dtype, memory_format=torch.channels_last)
+        norm, moments, relu_max, codes, keep_value = settings
+        if residual is not None:
+            residual = residual.to(x.dtype, memory_format=torch.channels_last)
         if moments is None:
             moments = Moments(triton_norm.moments(x), triton_norm.default_tile_rows(x))
         mean, var, seen = norm.running_mean, norm.running_var, norm.num_batches_tracked
@@ -249,14 +263,15 @@ class _Norm(torch.autograd.Function):
         assert var is not None
         assert seen is not None
         assert norm.momentum is not None
-        lines = triton_norm.norm_forward(
+        norm_affine = triton_norm.norm_forward(
             x, moments.parts, moments.rows, gamma, beta, (mean, var, seen), eps=norm.eps, momentum=norm.momentum
         )
+        keep = keep_value or residual is not None
         value, quantized = triton_norm.apply_forward(
-            x, lines, other, codes, cap=cap, keep=keep or other is not None, dtype=value_type(x)
+            x, norm_affine, residual, codes, relu_max=relu_max, keep_value=keep, dtype=value_type(x)
         )
-        ctx.save_for_backward(x, value if other is not None else None, lines, scale)
-        ctx.residual, ctx.cap, ctx.codes = other is not None, cap, codes
+        ctx.save_for_backward(x, value if residual is not None else None, norm_affine, scale)
+        ctx.residual, ctx.relu_max, ctx.codes = residual is not None, relu_max, codes
         ctx.set_materialize_grads(False)
         return value, quantized
 
@@ -265,30 +280,23 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         from bitdial.kernels.triton.training import norm_backward as triton_norm_backward
 
-        x, value, lines, _ = ctx.saved_tensors
+        x, value, norm_affine, _ = ctx.saved_tensors
         grad, grad_quantized = (None if g is None else g.to(x.dtype, memory_format=torch.channels_last) for g in grads)
         both = grad is not None and grad_quantized is not None
-        dx, dother, dgamma, dbeta, dscale = triton_norm_backward.backward(
-            grad, grad_quantized, x, value, lines, ctx.codes, cap=ctx.cap, keep=ctx.residual or both
-        )
-        return dx, dgamma, dbeta, dother if ctx.residual else None, dscale, None, None, None, None, None
+        dx, dresidual, dgamma, dbeta, dscale = triton_norm_backward.backward(
+            grad, grad_quantized, x, value, norm_affine, ctx.codes, relu_max=ctx.relu_max,
+            keep_total=ctx.residual or both,
+        )  # fmt: skip
+        return dx, dgamma, dbeta, dresidual if ctx.residual else None, dscale, None
 
 
-def normalize(
-    x: Tensor,
-    norm: nn.BatchNorm2d,
-    *,
-    moments: Moments | None,
-    other: Tensor | None,
-    cap: float | None,
-    codes: ActivationCodes | None,
-    keep: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Batch norm of x plus `other`, clipped to [0, cap] unless that is None: the value, and it quantised by `codes`.
+def normalize(x: Tensor, residual: Tensor | None, settings: NormSettings) -> tuple[Tensor | None, Tensor | None]:
+    """Batch norm of x plus `residual`, clipped to [0, relu_max] unless that is None: the value, and it quantised.
 
     The value is None unless it is to be kept, the quantised form unless there are `codes`. Updates the running
     statistics. Only where `can_normalize`.
     """
+    norm, codes = settings.norm, settings.codes
     scale = None if codes is None else codes.scale
-    value, quantized = _Norm.apply(x, norm.weight, norm.bias, other, scale, norm, moments, cap, codes, keep)
-    return value if keep else None, quantized
+    value, quantized = _Norm.apply(x, norm.weight, norm.bias, residual, scale, settings)
+    return value if settings.keep_value else None, quantized

@@ -10,7 +10,7 @@ from bitdial import functional as bf
 from bitdial.artifact import Artifact
 from bitdial.config import check_bit_choices, check_choice
 from bitdial.errors import ConfigError
-from bitdial.kernels.integer_ops import missing_on
+from bitdial.kernels.dispatch import missing_on
 from bitdial.kernels.packed_ops import DTYPES
 
 log = logging.getLogger(__name__)

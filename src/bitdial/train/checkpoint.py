@@ -63,8 +63,8 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
     step.distiller.load(targets, epoch)
     step.guard.floors = floors
     step.graphs.clear()
-    if step.seats is not None:
-        step.seats.adopt()
+    if step.slots is not None:
+        step.slots.rebind()
     step.loss_sum.zero_()
     step.step = number
     return extra

@@ -29,7 +29,7 @@ from bitdial.train.config import TrainConfig
 from bitdial.train.distill import Distiller
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
-from bitdial.train.gpu.plan_slots import Seats, why_not
+from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
 from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
 from bitdial.train.optimizers import make_optimizer, step_at
@@ -104,7 +104,7 @@ class JointStep:
             config.optimizer, self.weights, lr=config.lr, weight_decay=config.weight_decay
         )
         self.scale_optimizers = self._scale_optimizers()
-        self.seats = self._take_seats() if self.sampler is not None and fused and config.cuda_graph else None
+        self.slots = self._make_slots() if self.sampler is not None and fused and config.cuda_graph else None
         self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
@@ -123,13 +123,13 @@ class JointStep:
             sensitive = sensitive_layers(self.sensitivity)
         return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
 
-    def _take_seats(self) -> Seats | None:
+    def _make_slots(self) -> PlanSlots | None:
         """Let sampled plans run on the fast path at fixed addresses, if all of the model is on it."""
         model, shared = unwrap(self.model), self.scale_optimizers.get(self.bit_choices[0])
-        if reason := why_not(model, self.fast, self.config):
+        if reason := unsupported_reason(model, self.fast, self.config):
             log.info("steps with sampled plans are not recorded as CUDA graphs: %s", reason)
             return None
-        return Seats(model, self.fast, self.config, weight_optimizer=self.weight_optimizer, scale_optimizer=shared)
+        return PlanSlots(model, self.fast, self.config, weight_optimizer=self.weight_optimizer, scale_optimizer=shared)
 
     def plans(self) -> Mapping[int, LayerBits | BitPlan]:
         """What each pass of the current step is set to, by the width of the pass."""
@@ -172,8 +172,8 @@ class JointStep:
         self.rate = lr
         if self.on_gpu:
             self.rate = self.device_rate.fill_(lr)
-        if self.seats is not None:
-            self.seats.choose(self.plans().values())
+        if self.slots is not None:
+            self.slots.choose(self.plans().values())
         index = self.distiller.placed(index, self.device_rate.device)
         if self._can_record(inputs, targets):
             tensors = (cast(Tensor, inputs), targets, *(() if index is None else (index,)))
@@ -189,7 +189,7 @@ class JointStep:
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
         alone = distributed.world_size() == 1 and self.distiller.recordable
-        fixed = self.sampler is None or self.seats is not None
+        fixed = self.sampler is None or self.slots is not None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
         return self.on_gpu and self.config.cuda_graph and alone and fixed and tensors
 
@@ -201,10 +201,10 @@ class JointStep:
             self.distiller.begin(inputs)
         self._clear_gradients()
         for number, (bits, plan) in enumerate(self.plans().items()):
-            if self.seats is None:
+            if self.slots is None:
                 set_bits(self.model, plan)
             else:
-                self.seats.enter(number)
+                self.slots.gather(number)
             loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
             mean_loss = distributed.mean(loss.detach())
             if self.on_gpu:
@@ -217,8 +217,8 @@ class JointStep:
             if self.config.update == "separate":
                 self._update(report, bits)
                 self._clear_gradients()
-            if self.seats is not None:
-                self.seats.leave()
+            if self.slots is not None:
+                self.slots.scatter()
         if self.config.update == "accumulated":
             self._update(report, self.bit_choices[0])
             report.scale_rate = {bits: rate for rate in report.scale_rate.values() for bits in self.bit_choices}
@@ -252,10 +252,10 @@ class JointStep:
     def _update(self, report: StepReport, bits: int) -> None:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
         if self.config.clip_norm is not None:
-            nn.utils.clip_grad_norm_([*self.weights, *self._seated()[0]], self.config.clip_norm)
+            nn.utils.clip_grad_norm_([*self.weights, *self._in_slots()[0]], self.config.clip_norm)
         step_at(self.weight_optimizer, self.rate)
-        if self.seats is not None and self.seats.weight_optimizer is not None:
-            step_at(self.seats.weight_optimizer, self.rate)
+        if self.slots is not None and self.slots.weight_optimizer is not None:
+            step_at(self.slots.weight_optimizer, self.rate)
         if not self.config.learn_scales:
             report.scale_rate[bits] = 0.0
             return
@@ -263,21 +263,21 @@ class JointStep:
         report.scale_rate[bits] = rate
         if shares is not None:
             report.scale_rate[bits] = rate * torch.stack([share.mean() for share in shares.values()]).mean()
-        moving = [scale for scale in (*self.guard.scales, *self._seated()[1]) if scale.grad is not None]
+        moving = [scale for scale in (*self.guard.scales, *self._in_slots()[1]) if scale.grad is not None]
         if self.scales:
             with self.guard.watch(moving, step=self.step, bits=bits, shares=shares):
                 step_at(self.scale_optimizers[bits], rate)
-                if self.seats is not None and self.seats.scale_optimizer is not None:
-                    step_at(self.seats.scale_optimizer, rate)
+                if self.slots is not None and self.slots.scale_optimizer is not None:
+                    step_at(self.slots.scale_optimizer, rate)
 
-    def _seated(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The norms' parameters and the scales that have seats."""
-        return ([], []) if self.seats is None else self.seats.parameters()
+    def _in_slots(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The norms' parameters and the scales that have slots."""
+        return ([], []) if self.slots is None else self.slots.parameters()
 
     def _active_scales(self) -> list[tuple[Tensor | None, Tensor | None]]:
         """The weight scale and the activation scale of the current pass, by layer."""
-        if self.seats is not None:
-            return [(seat.weight_scale, seat.act_scale) for seat in self.seats.layers.values()]
+        if self.slots is not None:
+            return [(slot.weight_scale, slot.act_scale) for slot in self.slots.layers.values()]
         return [layer.active_scales() for layer in self.layers.values()]
 
     def _scale_rate(self, bits: int) -> tuple[float | Tensor, dict[Tensor, Tensor] | None]:
@@ -311,7 +311,7 @@ class JointStep:
         return found
 
     def _clear_gradients(self) -> None:
-        norms, scales = self._seated()
+        norms, scales = self._in_slots()
         for parameter in (*self.weights, *self.scales, *norms, *scales):
             parameter.grad = None
 

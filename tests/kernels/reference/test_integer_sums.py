@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from bitdial.kernels.conv_shape import ConvShape, conv_shape
 from bitdial.kernels.reference import integer_sums
 
 
@@ -19,7 +20,7 @@ def test_sums_of_doubled_weights_in_parts(channels: int, parts: int | None, zero
     weight[0], weight[1] = -128, 127
     x = torch.randint(0, 256, (2, channels, 5, 4), generator=generator).to(torch.uint8)
     x[0] = 255 if zero < 0 else 0
-    pad, moves = torch.tensor([zero], dtype=torch.int8), ([1, 1], [1, 1], [1, 1])
+    pad, shape = torch.tensor([zero], dtype=torch.int8), conv_shape(x, weight, (1, 1), (1, 1))
     found = integer_sums.exact_parts(weight, pad, 1)
     if zero:
         assert (found and len(found)) == parts
@@ -27,8 +28,8 @@ def test_sums_of_doubled_weights_in_parts(channels: int, parts: int | None, zero
         assert integer_sums.exact_parts(weight, pad, 1) is None, "kept"
         return
     twice = torch.tensor([1], dtype=torch.int32)
-    expected = integer_sums.float64_sums(integer_sums.lowered(x), weight, pad, *moves, 1, twice)
-    assert torch.equal(integer_sums.doubled_qconv_sums(x, found, pad, *moves, 1), expected.float())
+    expected = integer_sums.float64_sums(integer_sums.lowered(x), weight, pad, twice, shape)
+    assert torch.equal(integer_sums.doubled_qconv_sums(x, found, pad, shape), expected.float())
 
 
 def test_parts_of_a_weight_follow_it_and_do_not_keep_it() -> None:
@@ -51,15 +52,15 @@ def test_parts_of_a_weight_follow_it_and_do_not_keep_it() -> None:
 def test_a_weight_is_arranged_for_the_sizes_it_meets_and_anew_when_it_changes() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-128, 128, (32, 1, 1, 16), generator=generator, dtype=torch.int8)
-    pad, moves = torch.tensor([-128], dtype=torch.int8), ([1, 1], [0, 0], [1, 1], 1)
+    pad, shape = torch.tensor([-128], dtype=torch.int8), ConvShape.of((16, 3, 3), (32, 1, 1), (1, 1), (0, 0))
 
     def kept() -> list[torch.Tensor]:
         return list(integer_sums._prepacked[weight][1].values())
 
     def run(samples: int) -> None:
         x = torch.randint(0, 256, (samples, 16, 3, 3), generator=generator).to(torch.uint8)
-        expected = integer_sums.float64_sums(integer_sums.lowered(x), weight, pad, *moves, None)
-        assert torch.equal(integer_sums.qconv_sums(x, weight, pad, *moves), expected.float())
+        expected = integer_sums.float64_sums(integer_sums.lowered(x), weight, pad, None, shape)
+        assert torch.equal(integer_sums.qconv_sums(x, weight, pad, shape), expected.float())
 
     run(4)
     run(2)

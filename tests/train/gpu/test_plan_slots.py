@@ -1,16 +1,14 @@
-"""Sampled plans through seats: the same training, bit for bit, as with separate parameters.
+"""Sampled plans through slots: the same training, bit for bit, as with separate parameters.
 
-On a GPU the steps through seats are recorded as CUDA graphs. Elsewhere this file runs itself once in a process with
-Triton's interpreter.
+On a GPU the steps through slots are recorded as CUDA graphs; elsewhere they run under Triton's interpreter, see
+`test_interpreter.py`.
 """
 
 import copy
-import importlib.util
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,19 +19,12 @@ from bitdial.kernels import training as fused
 from bitdial.train import JointStep, TrainConfig
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.gpu.fuse import FastModel
-from bitdial.train.gpu.plan_slots import why_not
+from bitdial.train.gpu.plan_slots import unsupported_reason
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BITS = (4, 3, 2)
+BITS = (4, 3, 2)  # plans of the middle width are mixed
 STEPS = 6 if DEVICE == "cuda" else 2  # on a GPU the first three are run, the others replayed
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a GPU or under the interpreter")
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +40,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.first_norm = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.second, self.second_norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
-        self.third, self.third_norm = nn.Conv2d(4, 4, 3, groups=2, bias=False), nn.BatchNorm2d(4)
-        self.hidden, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.first_norm = nn.Conv2d(3, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2)
+        self.second, self.second_norm = nn.Conv2d(2, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2)
+        self.third, self.third_norm = nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.BatchNorm2d(4)
+        self.hidden, self.last = nn.Linear(4, 2), nn.Linear(2, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.first_norm(self.first(x)))
@@ -73,13 +64,13 @@ def network(*, transitions: str | None = None, **settings: Any) -> nn.Module:
     return add_transitions(model, transitions) if transitions else model
 
 
-def stepper(model: nn.Module, *, seats: bool, **settings: Any) -> JointStep:
-    chosen = {"sampling": "random", "sigma": 0.9, "sigma_warmup": 0, "lr": 1e-2, "cuda_graph": seats} | settings
+def stepper(model: nn.Module, *, slots: bool, **settings: Any) -> JointStep:
+    chosen = {"sampling": "random", "sigma": 0.9, "sigma_warmup": 0, "lr": 1e-2, "cuda_graph": slots} | settings
     step = JointStep(model, TrainConfig(epochs=2, **chosen), steps_per_epoch=8)
     if DEVICE == "cpu":
         step.fast = FastModel(model, fused=True)
-        step.seats = step._take_seats() if seats else None
-    assert (step.seats is not None) == seats
+        step.slots = step._make_slots() if slots else None
+    assert (step.slots is not None) == slots
     return step
 
 
@@ -93,103 +84,110 @@ def everything(step: JointStep) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in found.items()}
 
 
-def assert_same(separate: dict[str, Tensor], seated: dict[str, Tensor]) -> None:
-    for name, value in seated.items():
+def assert_same(separate: dict[str, Tensor], slotted: dict[str, Tensor]) -> None:
+    for name, value in slotted.items():
         if name in separate:
             assert torch.equal(separate[name], value), name
         else:  # no plan has picked it yet: it has no state, which is a state of 0
             assert not bool(value.any()), name
-    assert separate.keys() <= seated.keys()
+    assert separate.keys() <= slotted.keys()
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "as it is": ({}, {}),
-    "transitional norms": ({"transitions": "full"}, {}),
-    "transitions of statistics only, signed": ({"transitions": "statistics", "activations": "signed"}, {}),
-    "transitions of statistics only, sgd": ({"transitions": "statistics"}, {"optimizer": "sgd", "weight_decay": 0.1}),
-    "lsq, a scale per width, absolute steps": (
-        {"scheme": "lsq"},
-        {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"},
+class Case(NamedTuple):
+    """How a model is quantised and trained. After a second step, each optimizer has read its state back from slots."""
+
+    quantisation: dict[str, Any]
+    training: dict[str, Any]
+    steps: int = 1
+
+
+CASES = {
+    "transitional norms": Case({"transitions": "full"}, {}, steps=2),
+    "transitions of statistics only, signed, sgd": Case(
+        {"transitions": "statistics", "activations": "signed"}, {"optimizer": "sgd", "weight_decay": 0.1}, steps=2
     ),
-    "nested, per tensor, adamw, own rates": (
-        {"scheme": "nested", "per_channel": False},
-        {"optimizer": "adamw", "alrs": "channel"},
+    "nested, per tensor, adamw, own rates": Case(
+        {"scheme": "nested", "per_channel": False}, {"optimizer": "adamw", "alrs": "channel"}, steps=2
     ),
-    "weight-only, sgd, decayed": ({"activations": "float"}, {"optimizer": "sgd", "weight_decay": 0.1}),
-    "a rate for each channel": ({}, {"alrs": "channel"}),
-    "frozen scales": ({}, {"learn_scales": False}),
+    "lsq, a scale per width, absolute steps": Case(
+        {"scheme": "lsq"}, {"scale_step": "absolute", "scale_lr": 1e-3, "alrs": "off"}
+    ),
+    "weight-only": Case({"activations": "float"}, {}),
+    "a rate for each channel": Case({}, {"alrs": "channel"}),
+    "frozen scales": Case({}, {"learn_scales": False}),
 }
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("case", CASES)
-def test_seats_equal_separate_parameters(case: str) -> None:
-    quantisation, training = CASES[case]
+def test_slots_equal_separate_parameters(case: str) -> None:
+    quantisation, training, few = CASES[case]
+    steps = STEPS if DEVICE == "cuda" else few
     model = network(**quantisation)
     twin = copy.deepcopy(model)
-    separate, seated = stepper(model, seats=False, **training), stepper(twin, seats=True, **training)
-    for number in range(STEPS):
-        reports = [step(*images(number)) for step in (separate, seated)]
+    separate, slotted = stepper(model, slots=False, **training), stepper(twin, slots=True, **training)
+    for number in range(steps):
+        reports = [step(*images(number)) for step in (separate, slotted)]
         for bits in BITS:
             for name in ("loss", "correct", "weight_scale_peaks", "act_scale_peaks", "scale_rate"):
                 mine, other = (torch.as_tensor(getattr(report, name)[bits]).cpu() for report in reports)
                 assert torch.equal(mine, other), (number, bits, name)
-        assert_same(everything(separate), everything(seated))
-    drawn = [set(separate.sampler.plans(number, 0.9)[3].values()) for number in range(STEPS) if separate.sampler]
+        assert_same(everything(separate), everything(slotted))
+    drawn = [set(separate.sampler.plans(number, 0.9)[3].values()) for number in range(steps) if separate.sampler]
     assert any(len(widths) > 1 for widths in drawn), "a plan was a mixed one"
 
 
-@runs
-def test_a_model_without_anything_to_seat() -> None:
+@pytest.mark.interpreter(only=True)
+def test_a_model_without_anything_for_a_slot() -> None:
     """Weight-only, no norm: widths change in the tables alone."""
     torch.manual_seed(0)
     layers = [nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)]
     plain = nn.Sequential(nn.Flatten(), *layers).to(DEVICE)
     model = prepare(plain, QuantConfig(bit_choices=BITS, activations="float"), images(0)[0])
     twin = copy.deepcopy(model)
-    separate, seated = stepper(model, seats=False), stepper(twin, seats=True)
+    separate, slotted = stepper(model, slots=False), stepper(twin, slots=True)
     for number in range(STEPS):
-        losses = [step(*images(number)).loss for step in (separate, seated)]
+        losses = [step(*images(number)).loss for step in (separate, slotted)]
         assert all(torch.equal(losses[0][bits], losses[1][bits]) for bits in BITS)
-    assert_same(everything(separate), everything(seated))
+    assert_same(everything(separate), everything(slotted))
 
 
-@runs
-def test_clipping_counts_what_is_seated() -> None:
+@pytest.mark.interpreter(only=True)
+def test_clipping_counts_what_is_in_slots() -> None:
     """Not bit for bit: the norm of all gradients is a sum in another order."""
     model = network()
     twin = copy.deepcopy(model)
     settings = {"optimizer": "sgd", "clip_norm": 0.05}
-    separate, seated = stepper(model, seats=False, **settings), stepper(twin, seats=True, **settings)
-    for step in (separate, seated):
+    separate, slotted = stepper(model, slots=False, **settings), stepper(twin, slots=True, **settings)
+    for step in (separate, slotted):
         step(*images(0))
     for name, value in everything(separate).items():
-        torch.testing.assert_close(everything(seated)[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(everything(slotted)[name], value, rtol=1e-4, atol=1e-6)
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("transitions", ["full", "statistics"])
 def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path, transitions: str) -> None:
     model = network(transitions=transitions)
     twin = copy.deepcopy(model)
-    whole = stepper(model, seats=True)
-    for number in range(2 * STEPS):
-        if number == STEPS:
+    whole = stepper(model, slots=True)
+    half = STEPS if DEVICE == "cuda" else 1
+    for number in range(2 * half):
+        if number == half:
             save_checkpoint(tmp_path / "c", whole)
         whole(*images(number))
-    resumed = stepper(twin, seats=True)
-    for number in range(STEPS - 1):
+    resumed = stepper(twin, slots=True)
+    for number in range(max(half - 1, 1)):
         resumed(*images(number + 20))  # what it does before must not matter
     load_checkpoint(tmp_path / "c", resumed)
-    for number in range(STEPS, 2 * STEPS):
+    for number in range(half, 2 * half):
         resumed(*images(number))
     assert everything(whole).keys() == everything(resumed).keys()
     for name, value in everything(whole).items():
         assert torch.equal(value, everything(resumed)[name]), name
 
 
-@runs
-def test_where_seats_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_slots_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
     for quantisation, training, reason in (
         ({"activations": "asymmetric"}, {}, "zero-points"),
         ({"scheme": "dorefa"}, {}, "derives its scales"),
@@ -201,16 +199,16 @@ def test_where_seats_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO):
             step = JointStep(model, config, steps_per_epoch=8)
             step.fast = FastModel(model, fused=True)
-            assert step._take_seats() is None
+            assert step._make_slots() is None
         assert reason in caplog.text
         caplog.clear()
         step(*images(0))
 
 
 @pytest.mark.parametrize("changes", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}], ids=str)
-def test_norms_that_seats_do_not_serve(changes: dict[str, Any]) -> None:
+def test_norms_that_slots_do_not_serve(changes: dict[str, Any]) -> None:
     """A count of batches that all sets shared would make averages over all batches wrong."""
     net = Net()
     net.third_norm = nn.BatchNorm2d(4, **changes)
     model = prepare(net, QuantConfig(bit_choices=BITS), images(0)[0].cpu())
-    assert "a norm has" in str(why_not(model, FastModel(model, fused=True), TrainConfig(sampling="random")))
+    assert "a norm has" in str(unsupported_reason(model, FastModel(model, fused=True), TrainConfig(sampling="random")))

@@ -7,46 +7,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-PAD_CODES = 4096  # how often `pad` holds the code of 0: programs on a GPU read it at different places
+from bitdial.kernels.conv_shape import ConvShape, Pair
+from bitdial.kernels.epilogue import channels_last
 
 
-def sums_by_torch(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    correction: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    halves: Tensor | None,
+def exact_sums(
+    x: Tensor, weight: Tensor, pad: Tensor, correction: Tensor, doubled: Tensor | None, shape: ConvShape
 ) -> Tensor:
     """The sums (N, K, OH, OW) in float32, each rounded once, channels last; arguments as for `integer_conv2d`.
 
     The codes x may also come `raised`. The number of terms must be one whose sums fit int32.
     """
-    twice = halves is not None and bool(halves)  # the weight stands for 2 * weight + 1
+    twice = doubled is not None and bool(doubled)  # the weight stands for 2 * weight + 1
     if x.device.type == "cpu" and qconv_is_exact():
         bytes_of_x = x if x.dtype == torch.uint8 else raised(x)
         if not twice:
-            return qconv_sums(bytes_of_x, weight, pad, stride, padding, dilation, groups)
-        if weight[0].numel() < _MOST_TERMS and (parts := exact_parts(weight, pad, groups)) is not None:
-            return doubled_qconv_sums(bytes_of_x, parts, pad, stride, padding, dilation, groups)
+            return qconv_sums(bytes_of_x, weight, pad, shape)
+        if weight[0].numel() < _MOST_TERMS and (parts := exact_parts(weight, pad, shape.groups)) is not None:
+            return doubled_qconv_sums(bytes_of_x, parts, pad, shape)
     x = lowered(x) if x.dtype == torch.uint8 else x
-    if x.device.type == "cpu" and groups == 1 and int_mm_is_exact():
-        sums = int_mm_sums(x, weight, pad, correction, stride, padding, dilation, twice=twice)
+    if x.device.type == "cpu" and shape.groups == 1 and int_mm_is_exact():
+        sums = int_mm_sums(x, weight, pad, correction, shape, twice=twice)
     else:
-        sums = float64_sums(x, weight, pad, stride, padding, dilation, groups, halves)
-    return sums.float().contiguous(memory_format=torch.channels_last)
-
-
-def output_shape(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
-    """Sizes of the convolution's output."""
-    sizes = [
-        (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (weight.shape[1 + i] - 1) - 1) // stride[i] + 1
-        for i in range(2)
-    ]
-    return [x.shape[0], weight.shape[0], *sizes]
+        sums = float64_sums(x, weight, pad, doubled, shape)
+    return channels_last(sums.float())
 
 
 def raised(x: Tensor) -> Tensor:
@@ -59,21 +43,12 @@ def lowered(x: Tensor) -> Tensor:
     return x.view(torch.int8) ^ -128
 
 
-def float64_sums(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    halves: Tensor | None,
-) -> Tensor:
-    """The reference: whole numbers in float64, exact below 2^53."""
+def float64_sums(x: Tensor, weight: Tensor, pad: Tensor, doubled: Tensor | None, shape: ConvShape) -> Tensor:
+    """The definition: whole numbers in float64, exact below 2^53."""
     integers = weight.permute(0, 3, 1, 2).double()
-    integers = integers if halves is None else integers * (1 + halves) + halves
+    integers = integers if doubled is None else integers * (1 + doubled) + doubled
     with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
-        return F.conv2d(x.double() - pad[0].double(), integers, None, stride, padding, dilation, groups)
+        return F.conv2d(x.double() - pad[0].double(), integers, None, *shape.moves)
 
 
 # --- oneDNN's convolution ---------------------------------------------------------------------------
@@ -82,27 +57,22 @@ _prepacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by weight: (its versi
 _MOST_ARRANGED = 2  # for as many sizes of the input a weight is kept: of batches, and of the last one
 
 
-def qconv_sums(
-    x: Tensor, weight: Tensor, pad: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> Tensor:
+def qconv_sums(x: Tensor, weight: Tensor, pad: Tensor, shape: ConvShape) -> Tensor:
     """The sums by oneDNN's convolution of unsigned bytes, here raised codes.
 
     Their zero-point, also around the image, is the code of 0. It is asked for float32 and scales of 1: int32 sums,
     rounded once.
     """
     zero = int(pad[0]) + 128
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = channels_last(x)
     scales, zeros = _ones_and_zeros(weight.shape[0])
-    moves = (stride, padding, dilation, groups)
     return torch.ops.onednn.qconv2d_pointwise(
-        x, 1.0, zero, _arranged(weight, x, zero, *moves), scales, zeros, None, *moves, 1.0, 0, torch.float32, "none",
-        [], "",
+        x, 1.0, zero, _prepacked_for(x, weight, zero, shape.moves), scales, zeros, None, *shape.moves, 1.0, 0,
+        torch.float32, "none", [], "",
     )  # fmt: skip
 
 
-def _arranged(
-    weight: Tensor, x: Tensor, zero: int, stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> Tensor:
+def _prepacked_for(x: Tensor, weight: Tensor, zero: int, moves: tuple[Pair, Pair, Pair, int]) -> Tensor:
     """`weight` as oneDNN wants it for inputs like x; kept until it changes.
 
     Without the sizes of x it may be arranged so that some 1x1 convolutions take forty times as long.
@@ -111,11 +81,10 @@ def _arranged(
     kept = _prepacked.get(weight)
     if kept is None or version is None or kept[0] != version:
         kept = _prepacked[weight] = version, {}
-    about = (zero, *x.shape, *stride, *padding, *dilation, groups, torch.get_num_threads())
+    about = (zero, *x.shape, moves, torch.get_num_threads())
     arranged = kept[1].pop(about, None)
     if arranged is None:
         filters, scales = weight.permute(0, 3, 1, 2), _ones_and_zeros(weight.shape[0])[0]
-        moves = (stride, padding, dilation, groups)
         arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, *moves, list(x.shape))
         if len(kept[1]) >= _MOST_ARRANGED:
             kept[1].pop(next(iter(kept[1])), None)  # used the longest ago
@@ -155,26 +124,17 @@ def _copied_parts(weight: Tensor, most: int, groups: int) -> list[Part] | None:
     return None
 
 
-def doubled_qconv_sums(
-    x: Tensor,
-    parts: list[Part],
-    pad: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> Tensor:
+def doubled_qconv_sums(x: Tensor, parts: list[Part], pad: Tensor, shape: ConvShape) -> Tensor:
     """The sums with 2 * w + 1 of the raised codes x, for the `exact_parts` of w: rounded once, where all is added."""
-    moves = (stride, padding, dilation, groups)
-    outputs, rows, columns, _ = parts[0][1].shape
-    ones = _all_ones((groups, rows, columns, x.shape[1] // groups), int(pad[0]), *map(tuple, moves[:3]))
-    totals = qconv_sums(x, ones, pad, *moves)
+    outputs, groups = shape.out_channels, shape.groups
+    ones = _all_ones((groups, shape.rows, shape.columns, shape.channels // groups), int(pad[0]), shape.moves)
+    totals = qconv_sums(x, ones, pad, shape)
     if outputs > groups > 1:
         totals = totals.repeat_interleave(outputs // groups, dim=1)
     if len(parts) == 1:
-        return qconv_sums(x, parts[0][1], pad, *moves).mul_(2).add_(totals)
-    sums = sum(qconv_sums(x[:, channels], part, pad, *moves).double() for channels, part in parts)
-    return (2 * sums + totals).float().contiguous(memory_format=torch.channels_last)
+        return qconv_sums(x, parts[0][1], pad, shape).mul_(2).add_(totals)
+    sums = sum(qconv_sums(x[:, channels], part, pad, shape).double() for channels, part in parts)
+    return channels_last((2 * sums + totals).float())
 
 
 @functools.lru_cache(maxsize=64)
@@ -194,12 +154,12 @@ def qconv_is_exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-128, 128, (32, 3, 3, 64), generator=generator, dtype=torch.int8)
     weight[:16] = -128
-    moves = ([1, 1], [1, 1], [1, 1])
+    shape = ConvShape.of((64, 6, 6), (32, 3, 3), (1, 1), (1, 1))
     try:
         for value, zero in ((-128, 127), (127, -128), (127, 5)):
             x, pad = torch.full((1, 64, 6, 6), value, dtype=torch.int8), torch.tensor([zero], dtype=torch.int8)
-            expected = float64_sums(x, weight, pad, *moves, 1, None).float()
-            if not torch.equal(qconv_sums(raised(x), weight, pad, *moves, 1), expected):
+            expected = float64_sums(x, weight, pad, None, shape).float()
+            if not torch.equal(qconv_sums(raised(x), weight, pad, shape), expected):
                 return False
     except (AttributeError, RuntimeError):  # a PyTorch without oneDNN, or of another signature
         return False
@@ -209,20 +169,11 @@ def qconv_is_exact() -> bool:
 # --- an integer product over windows ----------------------------------------------------------------
 
 
-def int_mm_sums(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    correction: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    *,
-    twice: bool,
-) -> Tensor:
+def int_mm_sums(x: Tensor, weight: Tensor, pad: Tensor, correction: Tensor, shape: ConvShape, *, twice: bool) -> Tensor:
     """int32 sums by one integer product over the windows, laid out as a matrix."""
-    n, _, oh, ow = output_shape(x, weight, stride, padding, dilation)
-    k, r, s, c = weight.shape
+    n, k, oh, ow = shape.output(x.shape[0])
+    _, r, s, c = weight.shape
+    stride, padding, dilation, _ = shape.moves
     image = x.permute(0, 2, 3, 1).contiguous()
     if any(padding):
         image = F.pad(image, (0, 0, padding[1], padding[1], padding[0], padding[0]), value=int(pad[0]))

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial.graph.patterns import added, insert_call, module_of, only_user, relu_cap
+from bitdial.graph.patterns import insert_call, module_of, take_epilogue
 from bitdial.kernels.fake_quantize import quantize_activation_by, quantize_weight_by
 from bitdial.kernels.training import (
     Moments,
+    NormSettings,
     SideStream,
     can_convolve,
     can_normalize,
@@ -38,7 +39,7 @@ from bitdial.prepare.model_call import Batch
 log = logging.getLogger(__name__)
 
 
-class Seat(Protocol):
+class Slot(Protocol):
     """What says how to quantise instead of the layer, if widths change on the device; see `train.gpu.plan_slots`."""
 
     def weight_codes(self) -> WeightCodes: ...
@@ -46,16 +47,16 @@ class Seat(Protocol):
     def act_codes(self, x: Tensor) -> ActivationCodes: ...
 
 
-Seated = dict[nn.Module, Any]  # the Seat of a layer, the norm that stands in for a switchable one
+Slots = dict[nn.Module, Any]  # the Slot of a layer, the norm that stands in for a switchable one
 
 
 class FusedConv(nn.Module):
     """Calls a convolution; gives its output and, where the kernels served it, the moments of that."""
 
-    def __init__(self, conv: nn.Conv2d, side: SideStream | None, seats: Seated):
+    def __init__(self, conv: nn.Conv2d, side: SideStream | None, slots: Slots):
         super().__init__()
         self._conv = (conv,)  # not a submodule: the model owns it
-        self.side, self.seats = side, seats
+        self.side, self.slots = side, slots
         self.takes_quantized = False
         self.served = False  # by the kernels, when it was called last
         self.ready: tuple[Tensor, torch.cuda.Event] | None = None
@@ -76,20 +77,20 @@ class FusedConv(nn.Module):
         conv = self.conv
         if not isinstance(conv, QuantConv2d) or not conv.weight_quantizer.learns_row_scales:
             return None
-        if conv in self.seats:
-            return self.seats[conv].weight_codes()
+        if conv in self.slots:
+            return self.slots[conv].weight_codes()
         return WeightCodes.of(**conv.weight_quantizer.settings(conv.weight, conv.weight_bits))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Moments | None]:
         """The convolution of x, which is quantised already if `takes_quantized`."""
         conv, ready, self.ready = self.conv, self.ready, None
         if isinstance(conv, QuantConv2d) and not self.takes_quantized:
-            x = _quantized_input(conv, x, self.seats.get(conv))
+            x = _quantized_input(conv, x, self.slots.get(conv))
         self.served = can_convolve(conv, x)
         codes = self.codes() if self.served else None
         weight = conv.weight
         if isinstance(conv, QuantConv2d) and codes is None:
-            weight = _quantized_weight(conv, self.seats.get(conv))
+            weight = _quantized_weight(conv, self.slots.get(conv))
         if not self.served:
             return conv._conv_forward(x, weight, conv.bias), None
         quantized = None
@@ -105,12 +106,12 @@ class FusedConv(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """Calls a quantised layer of any other kind, by its seat if it has one."""
+    """Calls a quantised layer of any other kind, by its slot if it has one."""
 
-    def __init__(self, layer: QuantLayer, seats: Seated):
+    def __init__(self, layer: QuantLayer, slots: Slots):
         super().__init__()
         self._layer = (layer,)  # not a submodule: the model owns it
-        self.seats = seats
+        self.slots = slots
 
     @property
     def layer(self) -> QuantLayer:
@@ -119,54 +120,60 @@ class FusedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The product of the quantised input with the quantised weight."""
-        layer, seat = self.layer, self.seats.get(self.layer)
-        x, weight = _quantized_input(layer, x, seat), _quantized_weight(layer, seat)
+        layer, slot = self.layer, self.slots.get(self.layer)
+        x, weight = _quantized_input(layer, x, slot), _quantized_weight(layer, slot)
         return layer.kind.product(layer, x, weight, layer.bias)
 
 
-def _quantized_input(layer: QuantLayer, x: Tensor, seat: Seat | None) -> Tensor:
-    if layer.act_quantizer is None or seat is None:
+def _quantized_input(layer: QuantLayer, x: Tensor, slot: Slot | None) -> Tensor:
+    if layer.act_quantizer is None or slot is None:
         return layer.quantized_input(x)
-    return quantize_activation_by(x, seat.act_codes(x))
+    return quantize_activation_by(x, slot.act_codes(x))
 
 
-def _quantized_weight(layer: QuantLayer, seat: Seat | None) -> Tensor:
-    if seat is None:
+def _quantized_weight(layer: QuantLayer, slot: Slot | None) -> Tensor:
+    if slot is None:
         return layer.quantized_weight()
-    return layer.kind.from_rows(layer, quantize_weight_by(layer.weight_rows(), seat.weight_codes()))
+    return layer.kind.from_rows(layer, quantize_weight_by(layer.weight_rows(), slot.weight_codes()))
 
 
 class FusedNorm(nn.Module):
-    """Calls a batch norm and what follows: a residual addition, a ReLU, the quantizer of the layer behind.
+    """Calls a batch norm and its epilogue: a residual addition, a ReLU, the quantizer of the layer behind.
 
-    `cap` is the upper bound of the ReLU, None if there is none; `keep` says whether the value itself is needed.
+    `relu_max` is the upper bound of the ReLU, None if there is none; `keep_value` says whether the value itself is
+    needed.
     """
 
-    def __init__(self, norm: nn.Module, seats: Seated, *, cap: float | None, layer: QuantLayer | None, keep: bool):
+    def __init__(
+        self, norm: nn.Module, slots: Slots, *, relu_max: float | None, layer: QuantLayer | None, keep_value: bool
+    ):
         super().__init__()
         self._owned = (norm, layer)  # not submodules: the model owns them
-        self.seats, self.cap, self.keep = seats, cap, keep
+        self.slots, self.relu_max, self.keep_value = slots, relu_max, keep_value
 
-    def forward(self, x: Tensor, moments: Moments | None, other: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def forward(
+        self, x: Tensor, moments: Moments | None, residual: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The value (if kept) and what the layer behind takes (if there is one)."""
         norm, layer = self._owned
-        seat = None if layer is None else self.seats.get(layer)
+        slot = None if layer is None else self.slots.get(layer)
         if isinstance(norm, SwitchableBatchNorm):
-            norm = self.seats.get(norm, norm.active)
-        if isinstance(norm, nn.BatchNorm2d) and can_normalize(norm, x) and (other is None or other.shape == x.shape):
-            codes = None if layer is None else _activation_codes(layer, x, seat)
-            return normalize(x, norm, moments=moments, other=other, cap=self.cap, codes=codes, keep=self.keep)
+            norm = self.slots.get(norm, norm.active)
+        fits = residual is None or residual.shape == x.shape
+        if isinstance(norm, nn.BatchNorm2d) and can_normalize(norm, x) and fits:
+            codes = None if layer is None else _activation_codes(layer, x, slot)
+            return normalize(x, residual, NormSettings(norm, moments, self.relu_max, codes, self.keep_value))
         value = norm(x)
-        if other is not None:
-            value = value + other
-        if self.cap is not None:
-            value = F.relu(value) if self.cap == math.inf else F.hardtanh(value, 0.0, self.cap)
-        return value, None if layer is None else _quantized_input(layer, value, seat)
+        if residual is not None:
+            value = value + residual
+        if self.relu_max is not None:
+            value = F.relu(value) if self.relu_max == math.inf else F.hardtanh(value, 0.0, self.relu_max)
+        return value, None if layer is None else _quantized_input(layer, value, slot)
 
 
-def _activation_codes(layer: QuantLayer, x: Tensor, seat: Seat | None) -> ActivationCodes:
-    if seat is not None:
-        return seat.act_codes(x)
+def _activation_codes(layer: QuantLayer, x: Tensor, slot: Slot | None) -> ActivationCodes:
+    if slot is not None:
+        return slot.act_codes(x)
     quantizer, bits = layer.act_quantizer, layer.act_bits
     assert quantizer is not None
     factor = quantizer.gradient_scale(x, bits)
@@ -191,8 +198,8 @@ class FastModel:
         for parameter in model.parameters() if fused else ():
             if parameter.dim() == 4:  # Module.to(memory_format=...) would stumble over those with 5
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        self.seats: Seated = {}
-        self.model = _fuse(model, self.side, self.seats) if fused else model
+        self.slots: Slots = {}
+        self.model = _fuse(model, self.side, self.slots) if fused else model
         self.convolutions = [module for module in self.model.modules() if isinstance(module, FusedConv)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +209,7 @@ class FastModel:
         return self.model(*args, **kwargs)
 
     def covers(self, modules: Iterable[nn.Module]) -> bool:
-        """Whether each of `modules` is called by a node of the fast path, which looks for its seat."""
+        """Whether each of `modules` is called by a node of the fast path, which looks for its slot."""
         nodes = list(self.model.modules())
         called: set[nn.Module] = {node.conv for node in nodes if isinstance(node, FusedConv)}
         called |= {node.layer for node in nodes if isinstance(node, FusedLayer)}
@@ -222,7 +229,7 @@ class FastModel:
             self.side.join()
 
 
-def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module:
+def _fuse(model: nn.Module, side: SideStream | None, slots: Slots) -> nn.Module:
     """`model` with fused nodes, or `model` itself where that cannot be."""
     on_modules = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     on_parameters = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -241,56 +248,52 @@ def _fuse(model: nn.Module, side: SideStream | None, seats: Seated) -> nn.Module
             module.training = mode
     for node in _plain_calls(fast):
         if type(module_of(fast, node)) in (nn.Conv2d, QuantConv2d):
-            _replace_conv(fast, node, side, seats)
+            _replace_conv(fast, node, side, slots)
         elif isinstance(module_of(fast, node), QuantLayer):
-            _replace_layer(fast, node, seats)
+            _replace_layer(fast, node, slots)
     for node in _plain_calls(fast):
         if _is_norm(module_of(fast, node)):
-            _replace_norm(fast, node, seats)
+            _replace_norm(fast, node, slots)
     fast.graph.lint()
     fast.recompile()
     return fast
 
 
-def _replace_layer(fast: fx.GraphModule, node: fx.Node, seats: Seated) -> None:
+def _replace_layer(fast: fx.GraphModule, node: fx.Node, slots: Slots) -> None:
     layer = module_of(fast, node)
     assert isinstance(layer, QuantLayer)
     with fast.graph.inserting_before(node):
-        out = insert_call(fast, "fused", FusedLayer(layer, seats), node.args)
+        out = insert_call(fast, "fused", FusedLayer(layer, slots), node.args)
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
 
 
-def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, seats: Seated) -> None:
+def _replace_conv(fast: fx.GraphModule, node: fx.Node, side: SideStream | None, slots: Slots) -> None:
     conv = module_of(fast, node)
     assert isinstance(conv, nn.Conv2d)
     with fast.graph.inserting_before(node):
-        fused = insert_call(fast, "fused", FusedConv(conv, side, seats), node.args)
+        fused = insert_call(fast, "fused", FusedConv(conv, side, slots), node.args)
         out = fast.graph.call_function(operator.getitem, (fused, 0))
     node.replace_all_uses_with(out)
     fast.graph.erase_node(node)
 
 
-def _replace_norm(fast: fx.GraphModule, norm: fx.Node, seats: Seated) -> None:
+def _replace_norm(fast: fx.GraphModule, norm: fx.Node, slots: Slots) -> None:
     """Replace `norm`, and what can follow in the same pass."""
-    chain, other, cap = [norm], None, None
-    user = only_user(norm)
-    if user is not None and (other := added(norm, user)) is not None:
-        chain.append(user)
-        user = only_user(user)
-    if user is not None and (cap := relu_cap(fast, user)) is not None:
-        chain.append(user)
+    chain = [norm]
+    residual, bound = take_epilogue(fast, chain)
     last, source = chain[-1], norm.args[0]
     reader = next((user for user in last.users if _quantizes(fast, user)), None)
     layer = None if reader is None else _fused_conv(fast, reader).conv
     assert layer is None or isinstance(layer, QuantLayer)
-    module = FusedNorm(module_of(fast, norm), seats, cap=cap, layer=layer, keep=reader is None or len(last.users) > 1)
+    keep = reader is None or len(last.users) > 1
+    module = FusedNorm(module_of(fast, norm), slots, relu_max=bound, layer=layer, keep_value=keep)
 
     with fast.graph.inserting_before(last):
         moments = None
         if isinstance(source, fx.Node) and source.target is operator.getitem and _is_fused_conv(fast, source.args[0]):
             moments = fast.graph.call_function(operator.getitem, (source.args[0], 1))
-        fused = insert_call(fast, "fused", module, (source, moments, other))
+        fused = insert_call(fast, "fused", module, (source, moments, residual))
         if reader is not None:
             _fused_conv(fast, reader).takes_quantized = True
             reader.args = (fast.graph.call_function(operator.getitem, (fused, 1)),)

@@ -1,9 +1,9 @@
-"""Seats: where a recorded step finds the scales and norms of the plan that it runs.
+"""Plan slots: where a recorded step finds the scales and norms of the plan that it runs.
 
 A sampled plan picks one of several sets for each norm and each activation scale, others at every step; a recorded CUDA
 graph works on the same addresses every time. So all sets lie in one tensor, `sets`, of which the model's parameters and
-statistics and the optimizers' moments are views, and each norm and scale has one seat. Before a pass one gather brings
-what the plan picks to the seats, by an index on the device; the pass and its update work there; one scatter takes it
+statistics and the optimizers' moments are views, and each norm and scale has one slot. Before a pass one gather brings
+what the plan picks to the slots, by an index on the device; the pass and its update work there; one scatter takes it
 back. Sets that were not picked keep their values, moments and steps, as separate parameters without a gradient do.
 """
 
@@ -27,7 +27,7 @@ ALIGNED = 4  # elements
 STATES = {"adam": ADAM, "adamw": ADAM, "sgd": ("momentum_buffer",)}
 
 
-class LayerSeat:
+class LayerSlot:
     """The scales of a quantised layer at the widths that the plan picks, and how the kernels quantise with them."""
 
     def __init__(self, layer: QuantLayer, weight_choice: Tensor, act_choice: Tensor):
@@ -54,17 +54,17 @@ class LayerSeat:
 
 
 class _Family(NamedTuple):
-    """Tensors of one shape, of which the number in a column of the choices says the one that the seat is for."""
+    """Tensors of one shape, of which the number in a column of the choices says the one that the slot is for."""
 
     column: int
     sets: list[Tensor]
-    seat: Tensor
+    slot: Tensor
 
 
-class Seats:
-    """The seats of a model whose steps run sampled plans.
+class PlanSlots:
+    """The slots of a model whose steps run sampled plans.
 
-    A step: `choose` the plans of its passes; then for each of them `enter`, the pass and its update, `leave`. Only
+    A step: `choose` the plans of its passes; then for each of them `gather`, the pass and its update, `scatter`. Only
     `choose` looks at Python values; the others may be recorded.
     """
 
@@ -85,15 +85,15 @@ class Seats:
         # A column for each weight scale and activation scale, then for each norm's weight and bias, then statistics.
         self.current = torch.zeros(2 * len(layers) + 2 * len(self.norms), dtype=torch.int64, device=device)
         self.choices = self.current.repeat(len(self.bit_choices), 1)
-        self.layers: dict[nn.Module, LayerSeat] = {}
+        self.layers: dict[nn.Module, LayerSlot] = {}
         self.stand_ins: dict[nn.Module, nn.Module] = {}
         self.weights: list[_Family] = []
         self.scales: list[_Family] = []
         self.statistics: list[_Family] = []
         for number, layer in enumerate(layers):
-            self._seat_layer(layer, 2 * number)
+            self._add_layer(layer, 2 * number)
         for number, norm in enumerate(self.norms, start=2 * len(layers)):
-            self._seat_norm(norm, number)
+            self._add_norm(norm, number)
 
         kind, decay = config.optimizer, config.weight_decay
         weights, scales = self.parameters()
@@ -104,45 +104,45 @@ class Seats:
         self.scale_optimizer = make_optimizer("adam", scales, lr=config.lr) if scales else None
         if self.scale_optimizer is not None and scale_optimizer is not None:
             self._steppers.append((self.scales, "adam", scale_optimizer, self.scale_optimizer))
-        self.adopt()
-        fast.seats |= {**self.layers, **self.stand_ins}
+        self.rebind()
+        fast.slots |= {**self.layers, **self.stand_ins}
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters in seats that learn: those of norms, and scales."""
-        weights, scales = ([cast(nn.Parameter, f.seat) for f in group] for group in (self.weights, self.scales))
+        """The parameters in slots that learn: those of norms, and scales."""
+        weights, scales = ([cast(nn.Parameter, f.slot) for f in group] for group in (self.weights, self.scales))
         return [p for p in weights if p.requires_grad], scales
 
-    def _seat_layer(self, layer: QuantLayer, column: int) -> None:
+    def _add_layer(self, layer: QuantLayer, column: int) -> None:
         choices = (self.current[column : column + 1], self.current[column + 1 : column + 2])
-        seat = self.layers[layer] = LayerSeat(layer, *choices)
+        slot = self.layers[layer] = LayerSlot(layer, *choices)
         weight, act = layer.weight_quantizer, layer.act_quantizer
         if weight.rule.has_scale_per_width:
-            seat.weight_scale = _seat(self.scales, column, [weight.scales[str(b)] for b in layer.bit_choices])
+            slot.weight_scale = _slot(self.scales, column, [weight.scales[str(b)] for b in layer.bit_choices])
         if act is not None:
-            seat.act_scale = _seat(self.scales, column + 1, [act.scales[str(b)] for b in layer.bit_choices])
+            slot.act_scale = _slot(self.scales, column + 1, [act.scales[str(b)] for b in layer.bit_choices])
 
-    def _seat_norm(self, norm: SwitchableBatchNorm, column: int) -> None:
+    def _add_norm(self, norm: SwitchableBatchNorm, column: int) -> None:
         stand_in = self.stand_ins[norm] = copy.deepcopy(norm.active).train()
         for part in ("weight", "bias"):
             parameters = [norm.sets[name].get_parameter(part) for name in norm.holders(part)]
-            setattr(stand_in, part, _seat(self.weights, column, parameters))
+            setattr(stand_in, part, _slot(self.weights, column, parameters))
         for part in ("running_mean", "running_var"):
             buffers = [norm.sets[name].get_buffer(part) for name in norm.holders(part)]
             self.statistics.append(_Family(column + len(self.norms), buffers, stand_in.get_buffer(part)))
 
-    def adopt(self) -> None:
+    def rebind(self) -> None:
         """Make the tensors of model and optimizers views of `sets`; again after tensors were replaced by others."""
         families = [*self.weights, *self.scales, *self.statistics]
         for group, kind, theirs, mine in self._steppers:
-            for family, name in ((f, n) for f in group if f.seat.requires_grad for n in STATES[kind]):
+            for family, name in ((f, n) for f in group if f.slot.requires_grad for n in STATES[kind]):
                 sets = [_state(theirs, parameter, name) for parameter in family.sets]
-                families.append(_Family(family.column, sets, _state(mine, family.seat, name)))
+                families.append(_Family(family.column, sets, _state(mine, family.slot, name)))
         device = self.current.device
         self.sets = _joined([tensor for family in families for tensor in family.sets], device)
-        self.seated = _joined([family.seat for family in families], device)
+        self.in_slots = _joined([family.slot for family in families], device)
         starts, strides, columns, start = [torch.arange(0)], [], [], 0
-        for column, sets, seat in families:
-            size = _room(seat)
+        for column, sets, slot in families:
+            size = _room(slot)
             starts.append(start + torch.arange(size))
             strides += [size] * size
             columns += [column] * size
@@ -162,30 +162,30 @@ class Seats:
         rows = []
         for plan in plans:
             set_bits(self.model, plan)
-            pairs = ((seat.layer.weight_bits, seat.layer.act_bits) for seat in self.layers.values())
+            pairs = ((slot.layer.weight_bits, slot.layer.act_bits) for slot in self.layers.values())
             layers = [self.bit_choices.index(bits) for pair in pairs for bits in pair]
             norms = [norm.row(part) for part in ("weight", "running_mean") for norm in self.norms]
             rows.append([*layers, *norms])
         self.choices.copy_(torch.tensor(rows))
 
     @torch.no_grad()
-    def enter(self, number: int) -> None:
-        """Bring what pass `number` runs to the seats."""
+    def gather(self, number: int) -> None:
+        """Bring what pass `number` runs to the slots."""
         self.current.copy_(self.choices[number])
         torch.add(self._starts, self._strides * self.current[self._columns], out=self._index)
-        torch.index_select(self.sets, 0, self._index, out=self.seated)
+        torch.index_select(self.sets, 0, self._index, out=self.in_slots)
 
     @torch.no_grad()
-    def leave(self) -> None:
+    def scatter(self) -> None:
         """Take what has changed back."""
-        self.sets.index_copy_(0, self._index, self.seated)
+        self.sets.index_copy_(0, self._index, self.in_slots)
         if self.norms:
             at = self._first_counts + ALIGNED * self.current[-len(self.norms) :]
             self.counts.index_add_(0, at, self._ones)
 
 
-def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | None:
-    """Why `model` cannot have seats; None if it can."""
+def unsupported_reason(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | None:
+    """Why `model` cannot have slots; None if it can."""
     layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
     norms = [m for m in model.modules() if isinstance(m, SwitchableBatchNorm)]
     quantizers = [q for layer in layers for q in (layer.weight_quantizer, layer.act_quantizer) if q is not None]
@@ -207,12 +207,12 @@ def why_not(model: nn.Module, fast: FastModel, config: TrainConfig) -> str | Non
     return None
 
 
-def _seat(group: list[_Family], column: int, sets: Iterable[Any]) -> nn.Parameter:
-    """A seat for the parameters `sets`, noted in `group`."""
+def _slot(group: list[_Family], column: int, sets: Iterable[Any]) -> nn.Parameter:
+    """A slot for the parameters `sets`, noted in `group`."""
     tensors = list(sets)
-    seat = nn.Parameter(torch.zeros_like(tensors[0]), requires_grad=tensors[0].requires_grad)
-    group.append(_Family(column, tensors, seat))
-    return seat
+    slot = nn.Parameter(torch.zeros_like(tensors[0]), requires_grad=tensors[0].requires_grad)
+    group.append(_Family(column, tensors, slot))
+    return slot
 
 
 def _state(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:

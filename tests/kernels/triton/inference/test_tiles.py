@@ -2,13 +2,16 @@
 
 import pytest
 
+from bitdial.kernels.conv_shape import ConvShape
 from bitdial.kernels.triton.inference import tiles as integer_tiles
-from bitdial.kernels.triton.inference.tiles import Geometry, default_tiles
+from bitdial.kernels.triton.inference.tiles import default_tiles
 
 
-def geometry(channels: int, size: int, outputs: int, taps: int = 1, groups: int = 1) -> Geometry:
+def geometry(channels: int, size: int, outputs: int, taps: int = 1, groups: int = 1) -> ConvShape:
     moves = ((1, 1), (taps // 2, taps // 2), (1, 1))
-    return Geometry(size, size, channels, size, size, outputs, taps, taps, *moves, groups)
+    shape = ConvShape.of((channels, size, size), (outputs, taps, taps), *moves, groups)
+    assert (shape.out_height, shape.out_width) == (size, size)
+    return shape
 
 
 def test_the_estimate_of_one_round() -> None:
@@ -53,16 +56,16 @@ def test_256_channels_are_one_step_where_there_is_enough_to_share(images: int, i
     assert default_tiles(geometry(256, 14, 1024), images * 14 * 14).inputs == inputs
     assert default_tiles(geometry(256, 14, 256, 3), images * 14 * 14).inputs == 128  # over the edge
     assert default_tiles(geometry(250, 14, 1024), images * 14 * 14).inputs == 128  # not all of them channels
-    assert default_tiles(geometry(256, 14, 1024), images * 14 * 14, centred=True).inputs == 128
+    assert default_tiles(geometry(256, 14, 1024), images * 14 * 14, doubled=True).inputs == 128
 
 
 @pytest.mark.parametrize("channels, taps, stages", [(64, 1, 2), (256, 1, 3), (512, 1, 3), (64, 3, 4), (256, 3, 4)])
-def test_a_heavy_end_has_more_stages_the_more_steps(channels: int, taps: int, stages: int) -> None:
-    assert default_tiles(geometry(channels, 14, 256, taps), 32 * 14 * 14, heavy=True).stages == stages
+def test_a_heavy_epilogue_has_more_stages_the_more_steps(channels: int, taps: int, stages: int) -> None:
+    assert default_tiles(geometry(channels, 14, 256, taps), 32 * 14 * 14, heavy_epilogue=True).stages == stages
 
 
-def test_a_heavy_end_has_small_tiles() -> None:
-    plain, heavy = (default_tiles(geometry(512, 7, 2048), 32 * 49, heavy=heavy) for heavy in (False, True))
+def test_a_heavy_epilogue_has_small_tiles() -> None:
+    plain, heavy = (default_tiles(geometry(512, 7, 2048), 32 * 49, heavy_epilogue=heavy) for heavy in (False, True))
     assert (plain.pixels, plain.outputs) == (128, 128)
     assert (heavy.pixels, heavy.outputs) == (64, 64)
 

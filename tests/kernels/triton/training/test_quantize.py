@@ -1,11 +1,9 @@
 """The Triton kernels against the reference: codes bit for bit, gradients closely.
 
-On a GPU they run compiled. Elsewhere this file runs itself once in a process with Triton's interpreter.
+On a GPU they run compiled, elsewhere under Triton's interpreter; see `test_interpreter.py`.
 """
 
-import importlib.util
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,13 +14,6 @@ from bitdial import kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a GPU or under the interpreter")
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 def awkward(count: int, scale: float, seed: int) -> Tensor:
@@ -55,7 +46,7 @@ def check(mine: list[Tensor], theirs: list[Tensor], size: int) -> None:
         torch.testing.assert_close(got, expected, rtol=2e-4, atol=1e-5 * size**0.5 * float(expected.abs().max() + 1))
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("kind", bf.ACTIVATION_KINDS)
 @pytest.mark.parametrize("bits", [8, 5, 4, 2])
 def test_activations(kind: str, bits: int) -> None:
@@ -73,7 +64,7 @@ def test_activations(kind: str, bits: int) -> None:
     check(*both(mine, reference, tensors), size=x.numel())
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7, 9), (2, 8, 4, 4)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "transposed", "sliced"])
 def test_activation_layouts(shape: tuple[int, ...], layout: str) -> None:
@@ -93,7 +84,7 @@ def test_activation_layouts(shape: tuple[int, ...], layout: str) -> None:
     check(results[0], results[1], size=x.numel())
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested", "nested+8", "centred", "truncate", "lsq"])
 @pytest.mark.parametrize("low", [8, 7, 5, 4, 2])
 @pytest.mark.parametrize("channels", [1, 6])
@@ -115,7 +106,7 @@ def test_weights(scheme: str, low: int, channels: int, ties: str) -> None:
     check(*both(mine, reference, [weight.clamp(-1e3, 1e3), scale]), size=weight.numel())
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_nan_is_not_clipped_away() -> None:
     x = torch.tensor([1.0, float("nan")], device=DEVICE)
     out = kernels.fake_quantize_activation(x, torch.tensor([0.1], device=DEVICE), bits=4, kind="unsigned")
@@ -125,7 +116,7 @@ def test_nan_is_not_clipped_away() -> None:
     assert out.isnan().tolist() == [[False, True]]
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_empty_input() -> None:
     x = torch.zeros(0, 3, device=DEVICE, requires_grad=True)
     scale = torch.ones(1, device=DEVICE, requires_grad=True)
@@ -133,7 +124,7 @@ def test_empty_input() -> None:
     assert scale.grad.item() == 0
 
 
-@runs
+@pytest.mark.interpreter(only=True)
 def test_values_come_in_the_type_of_autocast() -> None:
     x = torch.rand(64, device=DEVICE)
     scale = torch.tensor([0.1], device=DEVICE)

@@ -1,15 +1,13 @@
 """Unquantised layers by the fixed-point operators, against their definition in `bitdial.live.engines.exact`.
 
-On a GPU kernels run compiled. Elsewhere this file runs itself once more in a process with Triton's interpreter; without
-it, the same tests see the operator's reference.
+On a GPU kernels run compiled, in `test_interpreter.py` under Triton's interpreter; elsewhere the same tests see the
+operator's reference.
 """
 
 import copy
-import importlib.util
 import math
 import os
 import struct
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,19 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitdial.kernels.epilogue import Epilogue
 from bitdial.live.engines.exact import ExactLayer, ExactNorm, fixed_point_weight, norm_affine, run_exactly
 from bitdial.live.engines.integer.convert import to_integer
 from bitdial.live.engines.integer.float_layers import serves_float
-from bitdial.live.engines.integer.operators import Epilogue
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
+pytestmark = pytest.mark.interpreter
 
 
 def randn(*shape: int, seed: int) -> Tensor:

@@ -1,11 +1,10 @@
 """Whole networks on the integer operators equal their code-exact evaluation, bit for bit, at every setting of the dial.
 
-On a GPU the kernels run compiled. Elsewhere this file runs itself once more in a process with Triton's interpreter;
-without it, the same tests see what the CPU has.
+On a GPU kernels run compiled, in `test_interpreter.py` under Triton's interpreter; elsewhere the same tests see
+what the CPU has.
 """
 
 import copy
-import importlib.util
 import logging
 import os
 import random
@@ -42,13 +41,8 @@ from bitdial.live.engines.integer.graph import Call, LayerCall
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.interpreter
 BITS = (8, 6, 4, 3, 2)
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 class InvertedNet(nn.Module):

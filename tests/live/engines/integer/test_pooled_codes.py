@@ -1,10 +1,9 @@
 """Max pools of codes in live models: where they stand in the graph, and that outputs stay those of `code_exact`.
 
 Without kernels a graph has no such pools. Here it is made as if they were there, and the operator's reference runs. On
-a GPU, and in a process with Triton's interpreter, in which this file runs itself once more, the kernels do.
+a GPU, and under Triton's interpreter (`test_interpreter.py`), the kernels do.
 """
 
-import importlib.util
 import os
 import random
 from collections.abc import Callable
@@ -19,23 +18,18 @@ from torch import Tensor, fx, nn
 from bitdial import BitPlan, QuantConfig, code_exact, load, prepare, save, set_bits
 from bitdial.dial.dial import dialled_layers
 from bitdial.graph.patterns import MAX_POOLS, max_pool
-from bitdial.kernels.pool_ops import run_max_pool
+from bitdial.kernels.max_pool import run_max_pool
 from bitdial.live.engines.integer import IntegerModel, graph
 from bitdial.live.engines.integer.graph import Call
 from bitdial.models.resnet import BasicBlock, Bottleneck, make_stage
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.interpreter
 BITS = (8, 6, 4, 3, 2)
 IMAGES = torch.randn(2, 3, 14, 13, generator=torch.Generator().manual_seed(3))
 
 Pool = Callable[[Tensor], Tensor]
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,10 @@
 """A switchboard changes a whole model at once, in place, and leaves it as if it had been loaded so.
 
-On a GPU the kernel runs. Elsewhere this file runs itself once more in a process with Triton's interpreter; without it,
+On a GPU, and in `test_interpreter.py` under Triton's interpreter, the kernel runs; elsewhere,
 the same tests see the operator's reference.
 """
 
 import copy
-import importlib.util
 import os
 import random
 from collections.abc import Callable
@@ -36,15 +35,10 @@ from bitdial.live.engines.integer.switchboard import Switchboard
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.interpreter
 BITS = (8, 6, 4, 3, 2)
 OPERANDS = ("stored", "integers", "pad", "correction", "factor", "quantizer", "doubled", "affine_now")
 IMAGES = torch.randn(2, 3, 4, 3, generator=torch.Generator().manual_seed(3))
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 class Net(nn.Module):

@@ -28,7 +28,7 @@ from bitdial import (
 )  # fmt: skip
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
-from bitdial.kernels.weight_pool import PackedArena
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.live import kernel_choice
 from bitdial.live.engines.packed import PackedEngine
 from bitdial.live.layers import LiveLayer
@@ -183,8 +183,8 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     arena = held["first"].pool
     addresses = {name: words.words.data_ptr() for name, words in held.items()}
     calls = []
-    switch = PackedArena.set_bits
-    monkeypatch.setattr(PackedArena, "set_bits", lambda self, plan: (calls.append(plan), switch(self, plan)))
+    switch = PackedWeightPool.set_bits
+    monkeypatch.setattr(PackedWeightPool, "set_bits", lambda self, plan: (calls.append(plan), switch(self, plan)))
     plans = [4, MIXED, 2]
     for plan in plans:
         set_bits(packed, plan)

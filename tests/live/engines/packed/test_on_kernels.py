@@ -1,6 +1,5 @@
 """A live model on the Triton kernels: the op that reads its words, and the one that switches them."""
 
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
-
-
-@pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs on a GPU or under the interpreter")
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(
     ("scheme", "master", "bits"),
     [("nested", "device", 3), ("double_rounding", "device", 4), ("double_rounding", "host", 2)],

@@ -1,34 +1,22 @@
-"""What follows a layer's sums in the same Triton kernel, and a kernel that does only that.
+"""The epilogue of a layer's sums in the same Triton kernel, and a kernel that does only that.
 
-Norm, residual addition, ReLU and up to two quantizers, in float32 and in the order of `live.engines.exact`, each
-operation rounded once: these kernels are compiled without contraction to multiply-adds. Everything is channels last.
+The steps of `kernels.epilogue`, in float32, each operation rounded once: these kernels are compiled without contraction
+to multiply-adds. Everything is channels last.
 """
 
 import math
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels.epilogue import Epilogue
 from bitdial.kernels.triton.training.quantize import FUSES
 
-FINISH_BLOCK = 1024
+EPILOGUE_BLOCK = 1024
 # Adding 1.5 * 2^23 rounds a float32 below 2^22 to the nearest integer, ties to even, and leaves it in the low bits.
 ROUNDS = tl.constexpr(12582912.0)
 ROUNDS_BITS = tl.constexpr(0x4B400000)
-
-
-class Finish(NamedTuple):
-    """What follows a layer's sums: norm (2, channels), addition, ReLU, quantizers (see `kernels.integer_ops`)."""
-
-    norm: Tensor | None
-    other: Tensor | None
-    cap: float | None
-    first: Tensor | None
-    second: Tensor | None
-    keep: bool
 
 
 @triton.jit
@@ -62,117 +50,149 @@ def _quotient_to_round(x, scale, inverse):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(y, quantizer, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The stored int8 code of y, behind a ReLU up to LIMIT if there is one, by what `_quantizer` read.
+def _code(y, quantizer, RELU_MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The stored int8 code of y, behind a ReLU up to RELU_MAX if there is one, by what `_quantizer` read.
 
     To add and to take the smaller is one instruction for integers. Of an infinite y the quotient is NaN, which on a GPU
     is the largest integer.
     """
     scale, inverse, low, most, shift = quantizer
     y = tl.maximum(y, low)
-    if LIMIT is not None:
-        y = tl.minimum(y, LIMIT)
+    if RELU_MAX is not None:
+        y = tl.minimum(y, RELU_MAX)
     rounded = _quotient_to_round(y, scale, inverse) + ROUNDS
     return tl.minimum(rounded.to(tl.int32, bitcast=True) + shift, most).to(tl.int8)
 
 
 @triton.jit
-def _finish_tile(  # type: ignore[no-untyped-def]
+def _epilogue_tile(  # type: ignore[no-untyped-def]
     y,
     at,
     live,
-    norm_ptr,
+    norm_affine_ptr,
     multiplier,
     offset,
-    other_ptr,
-    first,
-    second,
+    residual_ptr,
+    quantizer_a,
+    quantizer_b,
     value_ptr,
-    codes_ptr,
-    more_ptr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
+    codes_a_ptr,
+    codes_b_ptr,
+    RELU: tl.constexpr,
+    RELU_MAX: tl.constexpr,
 ):
     """Norm, addition, ReLU and quantizers of the tile y, which lies at `at`; what is None is left out.
 
     A norm's numbers have been read: `multiplier` and `offset`.
     """
-    if norm_ptr is not None:
+    if norm_affine_ptr is not None:
         y = y * multiplier
         y = y + offset
-    if other_ptr is not None:
-        y = y + tl.load(other_ptr + at, mask=live, other=0.0)
+    if residual_ptr is not None:
+        y = y + tl.load(residual_ptr + at, mask=live, other=0.0)
     if value_ptr is not None:
         value = y
-        if CAP:
+        if RELU:
             value = tl.maximum(value, 0.0)
-        if LIMIT is not None:
-            value = tl.minimum(value, LIMIT)
+        if RELU_MAX is not None:
+            value = tl.minimum(value, RELU_MAX)
         tl.store(value_ptr + at, value, mask=live)
-    if first is not None:
-        tl.store(codes_ptr + at, _code(y, first, LIMIT), mask=live)
-    if second is not None:
-        tl.store(more_ptr + at, _code(y, second, LIMIT), mask=live)
+    if quantizer_a is not None:
+        tl.store(codes_a_ptr + at, _code(y, quantizer_a, RELU_MAX), mask=live)
+    if quantizer_b is not None:
+        tl.store(codes_b_ptr + at, _code(y, quantizer_b, RELU_MAX), mask=live)
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
+def _channel_numbers(by_channel, channel, used, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Correction, factor, bias and norm of the channels (1, channels); of what is None, the factor once more."""
+    correction_ptr, factor_ptr, bias_ptr, norm_affine_ptr = by_channel
+    factor = tl.load(factor_ptr + channel, mask=used, other=0.0)
+    bias, multiplier, offset = factor, factor, factor
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channel, mask=used, other=0.0)
+    if norm_affine_ptr is not None:
+        multiplier = tl.load(norm_affine_ptr + channel, mask=used, other=0.0)
+        offset = tl.load(norm_affine_ptr + K + channel, mask=used, other=0.0)
+    return tl.load(correction_ptr + channel, mask=used, other=0), factor, bias, multiplier, offset
+
+
+@triton.jit
+def _sums_epilogue(  # type: ignore[no-untyped-def]
+    sums,
+    p,
+    pixels,
+    channel,
+    used,
+    by_channel,
+    numbers,
+    residual_ptr,
+    quantizer_a,
+    quantizer_b,
+    outs,
+    K: tl.constexpr,
+    RELU: tl.constexpr,
+    RELU_MAX: tl.constexpr,
+):
+    """The epilogue of the sums (pixels, channels) of the output pixels p, by the `numbers` of these channels."""
+    _, _, bias_ptr, norm_affine_ptr = by_channel
+    correction, factor, bias, multiplier, offset = numbers
+    value_ptr, codes_a_ptr, codes_b_ptr = outs
+    y = (sums + correction).to(tl.float32) * factor
+    if bias_ptr is not None:
+        y = y + bias
+    _epilogue_tile(
+        y, p[:, None] * K + channel, (p < pixels)[:, None] & used, norm_affine_ptr, multiplier, offset, residual_ptr,
+        quantizer_a, quantizer_b, value_ptr, codes_a_ptr, codes_b_ptr, RELU, RELU_MAX,
+    )  # fmt: skip
+
+
+@triton.jit
+def _epilogue(  # type: ignore[no-untyped-def]
     x_ptr,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
+    norm_affine_ptr,
+    residual_ptr,
+    quantizer_a_ptr,
+    quantizer_b_ptr,
     value_ptr,
-    codes_ptr,
-    more_ptr,
+    codes_a_ptr,
+    codes_b_ptr,
     count,
     K: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
+    RELU: tl.constexpr,
+    RELU_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
-    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
+    quantizer_a = quantizer_a_ptr if quantizer_a_ptr is None else _quantizer(quantizer_a_ptr, RELU)
+    quantizer_b = quantizer_b_ptr if quantizer_b_ptr is None else _quantizer(quantizer_b_ptr, RELU)
     y = tl.load(x_ptr + at, mask=live, other=0.0)
     multiplier, offset = y, y
-    if norm_ptr is not None:
-        multiplier, offset = tl.load(norm_ptr + at % K), tl.load(norm_ptr + K + at % K)
-    _finish_tile(
-        y, at, live, norm_ptr, multiplier, offset, other_ptr, first, second, value_ptr, codes_ptr, more_ptr, CAP, LIMIT
-    )
+    if norm_affine_ptr is not None:
+        multiplier, offset = tl.load(norm_affine_ptr + at % K), tl.load(norm_affine_ptr + K + at % K)
+    _epilogue_tile(
+        y, at, live, norm_affine_ptr, multiplier, offset, residual_ptr, quantizer_a, quantizer_b, value_ptr,
+        codes_a_ptr, codes_b_ptr, RELU, RELU_MAX,
+    )  # fmt: skip
 
 
-def finish_value(x: Tensor, finish: Finish) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def apply_epilogue(x: Tensor, epilogue: Epilogue) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Value and codes after the float32 x, which is channels last (N, C, H, W) or contiguous (..., C)."""
-    outputs = outputs_for(tuple(x.shape), x.device, finish)
+    outputs = epilogue.outputs(x.shape, x.device)
     channels = x.shape[1] if x.dim() == 4 else x.shape[-1]
-    _finish[(triton.cdiv(x.numel(), FINISH_BLOCK),)](
-        x, *finish_operands(finish), *outputs, x.numel(), channels, **ending(finish.cap), BLOCK=FINISH_BLOCK,
-        enable_fp_fusion=False,
+    _epilogue[(triton.cdiv(x.numel(), EPILOGUE_BLOCK),)](
+        x, *epilogue_tensors(epilogue), *outputs, x.numel(), channels, **relu_constants(epilogue.relu_max),
+        BLOCK=EPILOGUE_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return outputs
 
 
-def finish_operands(finish: Finish) -> tuple[Tensor | None, ...]:
+def epilogue_tensors(epilogue: Epilogue) -> tuple[Tensor | None, ...]:
     """The tensors that the kernels read at the end of a tile, in their order."""
-    return finish.norm, finish.other, finish.first, finish.second
+    return epilogue.norm_affine, epilogue.residual, epilogue.quantizer_a, epilogue.quantizer_b
 
 
-def ending(cap: float | None) -> dict[str, object]:
-    """The constants of a ReLU up to `cap`, or of none."""
-    return {"CAP": cap is not None, "LIMIT": None if cap is None or math.isinf(cap) else cap}
-
-
-def outputs_for(
-    shape: tuple[int, ...], device: torch.device, finish: Finish
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Memory for what `finish` asks for: value, codes, more codes."""
-    layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-
-    def made(wanted: bool, dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=device, memory_format=layout) if wanted else None
-
-    first, second = (made(quantizer is not None, torch.int8) for quantizer in (finish.first, finish.second))
-    return made(finish.keep, torch.float32), first, second
+def relu_constants(relu_max: float | None) -> dict[str, object]:
+    """The constants of a ReLU up to `relu_max`, or of none."""
+    return {"RELU": relu_max is not None, "RELU_MAX": None if relu_max is None or math.isinf(relu_max) else relu_max}

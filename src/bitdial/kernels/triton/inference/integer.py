@@ -1,4 +1,4 @@
-"""Triton kernels of layers on integer codes: convolutions (a linear layer is one of 1x1), and what follows a layer.
+"""Triton kernels of convolutions of integer codes (a linear layer is one of 1x1), with their epilogues.
 
 Everything is channels last. A convolution is a matrix product whose left rows are gathered while it runs: for each tap
 of the filter, a tile of (pixels, input channels) against a tile of (input channels, output channels), int8 tensor
@@ -10,34 +10,28 @@ channels, as in an image, a whole row of the filter is one tap: its pixels lie i
 Codes are stored as int8: those of an unsigned kind less 128. With x the stored code and pad the stored code of 0, a
 layer sums (x - pad) * w = x * w - pad * w, the second part of which is `correction`, a number for each output channel.
 Weights that are 2 * w + 1 and do not fit int8 (centred codes of 8 bits) take 2 * sum(x * w) + sum(x). Whether they do
-is a number in memory, `halves`, which the kernel reads: a recorded graph follows the dial. It chooses between two
+is a number in memory, `doubled`, which the kernel reads: a recorded graph follows the dial. It chooses between two
 loops, or in a layer of one step what follows its product; other widths do not pay for it. Without it nothing is chosen.
-
-What follows the sums is in `triton_finish`.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.epilogue import Epilogue
+from bitdial.kernels.operands import PAD_CODES, IntegerOperands
 from bitdial.kernels.triton.inference.epilogue import (
-    Finish,
-    _finish_tile,
+    _channel_numbers,
     _quantizer,
-    ending,
-    finish_operands,
-    outputs_for,
+    _sums_epilogue,
+    epilogue_tensors,
+    relu_constants,
 )
+from bitdial.kernels.triton.inference.integer_depthwise import _convolve_depthwise
 from bitdial.kernels.triton.inference.tiles import FEW_CHANNELS as FEW
-from bitdial.kernels.triton.inference.tiles import (
-    Geometry,
-    Tiles,
-    default_depthwise_tiles,
-    default_tiles,
-    most_programs,
-    steps_of,
-)
+from bitdial.kernels.triton.inference.tiles import default_depthwise_tiles, default_tiles, most_programs, steps_of
+from bitdial.kernels.triton.tiles import Tiles
 
 FEW_CHANNELS = tl.constexpr(FEW)
 PAD_LINE = tl.constexpr(128)  # bytes that one pixel's padding is read from; as many channels are in a tile at most
@@ -120,65 +114,21 @@ def _weights(step, filter_ptr, RUN: tl.constexpr, BLOCK_C: tl.constexpr):  # typ
 
 
 @triton.jit
-def _channel_numbers(lines, channel, used, K: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Correction, factor, bias and norm of the channels (1, channels); of what is None, the factor once more."""
-    correction_ptr, factor_ptr, bias_ptr, norm_ptr = lines
-    factor = tl.load(factor_ptr + channel, mask=used, other=0.0)
-    bias, multiplier, offset = factor, factor, factor
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + channel, mask=used, other=0.0)
-    if norm_ptr is not None:
-        multiplier = tl.load(norm_ptr + channel, mask=used, other=0.0)
-        offset = tl.load(norm_ptr + K + channel, mask=used, other=0.0)
-    return tl.load(correction_ptr + channel, mask=used, other=0), factor, bias, multiplier, offset
-
-
-@triton.jit
-def _finish_sums(  # type: ignore[no-untyped-def]
-    sums,
-    p,
-    pixels,
-    channel,
-    used,
-    lines,
-    numbers,
-    other_ptr,
-    first,
-    second,
-    outs,
-    K: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """What follows the sums (pixels, channels) of the output pixels p, by the `numbers` that `lines` gave."""
-    _, _, bias_ptr, norm_ptr = lines
-    correction, factor, bias, multiplier, offset = numbers
-    value_ptr, codes_ptr, more_ptr = outs
-    y = (sums + correction).to(tl.float32) * factor
-    if bias_ptr is not None:
-        y = y + bias
-    _finish_tile(
-        y, p[:, None] * K + channel, (p < pixels)[:, None] & used, norm_ptr, multiplier, offset, other_ptr, first,
-        second, value_ptr, codes_ptr, more_ptr, CAP, LIMIT,
-    )  # fmt: skip
-
-
-@triton.jit
 def _convolve(  # type: ignore[no-untyped-def]
     x_ptr,
     w_ptr,
     pad_ptr,
     correction_ptr,
     factor_ptr,
-    halves_ptr,
+    doubled_ptr,
     bias_ptr,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
+    norm_affine_ptr,
+    residual_ptr,
+    quantizer_a_ptr,
+    quantizer_b_ptr,
     value_ptr,
-    codes_ptr,
-    more_ptr,
+    codes_a_ptr,
+    codes_b_ptr,
     pixels,
     H: tl.constexpr,
     W: tl.constexpr,
@@ -195,8 +145,8 @@ def _convolve(  # type: ignore[no-untyped-def]
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
     GROUPS: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
+    RELU: tl.constexpr,
+    RELU_MAX: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -218,17 +168,17 @@ def _convolve(  # type: ignore[no-untyped-def]
     filter_ptr = w_ptr + (group * KG + tl.where(k < KG, k, 0)) * (R * S * CG)
     x_ptr += group * CG
     channel, used = (group * KG + k)[None, :], (k < KG)[None, :]
-    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
-    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
-    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
-    lines = (correction_ptr, factor_ptr, bias_ptr, norm_ptr)
-    outs = (value_ptr, codes_ptr, more_ptr)
+    quantizer_a = quantizer_a_ptr if quantizer_a_ptr is None else _quantizer(quantizer_a_ptr, RELU)
+    quantizer_b = quantizer_b_ptr if quantizer_b_ptr is None else _quantizer(quantizer_b_ptr, RELU)
+    doubled = 0 if doubled_ptr is None else tl.load(doubled_ptr)
+    by_channel = (correction_ptr, factor_ptr, bias_ptr, norm_affine_ptr)
+    outs = (value_ptr, codes_a_ptr, codes_b_ptr)
     if STEPS == 1:
         # Little to multiply: a program keeps its weights and the numbers of their channels and takes tile after tile of
         # pixels, whose codes it fetches ahead. The product stands before the branch: with the same one on both sides,
         # ptxas 12.8 forgot half of its operands on one.
         w = _weights(0, filter_ptr, RUN, BLOCK_C)
-        numbers = _channel_numbers(lines, channel, used, K)
+        numbers = _channel_numbers(by_channel, channel, used, K)
         tiles, programs = tl.cdiv(pixels, BLOCK_P), tl.num_programs(0) // ACROSS
         for tile in tl.range(tl.program_id(0) // ACROSS, tiles, programs, num_stages=STAGES):
             p = tile * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -237,19 +187,20 @@ def _convolve(  # type: ignore[no-untyped-def]
                 0, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
             )  # fmt: skip
             sums = tl.dot(x, w, out_dtype=tl.int32)
-            if halves != 0:
+            if doubled != 0:
                 sums = 2 * sums + tl.sum(x.to(tl.int32), axis=1)[:, None]
-            _finish_sums(
-                sums, p, pixels, channel, used, lines, numbers, other_ptr, first, second, outs, K, CAP, LIMIT
+            _sums_epilogue(
+                sums, p, pixels, channel, used, by_channel, numbers, residual_ptr, quantizer_a, quantizer_b, outs, K,
+                RELU, RELU_MAX,
             )  # fmt: skip
     else:
         p = tl.program_id(0) // ACROSS * BLOCK_P + tl.arange(0, BLOCK_P)
         windows = _windows(p, pixels, H, W, C, OH, OW, STRIDE_H, STRIDE_W, PAD_H, PAD_W)
         sums = tl.zeros((BLOCK_P, BLOCK_K), dtype=tl.int32)
-        if halves != 0:  # the sums of 2 * w + 1
+        if doubled != 0:  # the sums of 2 * w + 1
             ones = tl.full((BLOCK_C, 16), 1, tl.int8)
             totals = tl.zeros((BLOCK_P, 16), dtype=tl.int32)  # 16 times the same: the fewest that tensor cores take
-            for step in range(STEPS * halves):  # STEPS; as a number that is not known before, see above
+            for step in range(STEPS * doubled):  # STEPS; as a number that is not known before, see above
                 x = _codes(
                     step, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
                 )  # fmt: skip
@@ -262,107 +213,50 @@ def _convolve(  # type: ignore[no-untyped-def]
                     step, x_ptr, pad_ptr, windows, H, W, C, DILATION_H, DILATION_W, PADDED, ROWS, RUN, TAPS, BLOCK_C
                 )  # fmt: skip
                 sums = tl.dot(x, _weights(step, filter_ptr, RUN, BLOCK_C), sums, out_dtype=tl.int32)
-        numbers = _channel_numbers(lines, channel, used, K)
-        _finish_sums(sums, p, pixels, channel, used, lines, numbers, other_ptr, first, second, outs, K, CAP, LIMIT)
-
-
-@triton.jit
-def _convolve_depthwise(  # type: ignore[no-untyped-def]
-    x_ptr,
-    w_ptr,
-    pad_ptr,
-    correction_ptr,
-    factor_ptr,
-    halves_ptr,
-    bias_ptr,
-    norm_ptr,
-    other_ptr,
-    first_ptr,
-    second_ptr,
-    value_ptr,
-    codes_ptr,
-    more_ptr,
-    pixels,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    OH: tl.constexpr,
-    OW: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    DILATION_H: tl.constexpr,
-    DILATION_W: tl.constexpr,
-    CAP: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """A channel of its own for each filter: no matrix product, the cost is that of reading and writing."""
-    p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    used = (c < C)[None, :]
-    live = (p < pixels)[:, None] & used
-    image = p // (OH * OW)
-    top = p // OW % OH * STRIDE_H - PAD_H
-    left = p % OW * STRIDE_W - PAD_W
-    pad = tl.load(pad_ptr)
-    halves = 0 if halves_ptr is None else tl.load(halves_ptr)
-    sums = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.int32)
-    for r in tl.static_range(R):
-        for s in tl.static_range(S):
-            row, column = top + r * DILATION_H, left + s * DILATION_W
-            inside = (row >= 0) & (row < H) & (column >= 0) & (column < W)
-            at = ((image * H + row) * W + column)[:, None] * C + c[None, :]
-            x = tl.load(x_ptr + at, mask=live & inside[:, None], other=pad).to(tl.int32)
-            w = tl.load(w_ptr + c * (R * S) + (r * S + s), mask=c < C, other=0).to(tl.int32)
-            sums += x * (w * (1 + halves) + halves)[None, :]  # w or 2 * w + 1
-    first = first_ptr if first_ptr is None else _quantizer(first_ptr, CAP)
-    second = second_ptr if second_ptr is None else _quantizer(second_ptr, CAP)
-    lines, outs = (correction_ptr, factor_ptr, bias_ptr, norm_ptr), (value_ptr, codes_ptr, more_ptr)
-    numbers = _channel_numbers(lines, c[None, :], used, C)
-    _finish_sums(sums, p, pixels, c[None, :], used, lines, numbers, other_ptr, first, second, outs, C, CAP, LIMIT)
+        numbers = _channel_numbers(by_channel, channel, used, K)
+        _sums_epilogue(
+            sums,
+            p,
+            pixels,
+            channel,
+            used,
+            by_channel,
+            numbers,
+            residual_ptr,
+            quantizer_a,
+            quantizer_b,
+            outs,
+            K,
+            RELU,
+            RELU_MAX,
+        )  # fmt: skip
 
 
 def convolve(
-    x: Tensor,
-    weight: Tensor,
-    pad: Tensor,
-    correction: Tensor,
-    factor: Tensor,
-    halves: Tensor | None,
-    bias: Tensor | None,
-    finish: Finish,
-    geometry: Geometry,
-    *,
-    tiles: Tiles | None = None,
+    x: Tensor, operands: IntegerOperands, shape: ConvShape, epilogue: Epilogue, *, tiles: Tiles | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Value and codes after a convolution of x (N, C, H, W), channels last, with weight (K, R, S, C / groups)."""
-    g = geometry
-    pixels = x.shape[0] * g.out_height * g.out_width
-    shape = (x.shape[0], g.out_channels, g.out_height, g.out_width)
-    outputs = outputs_for(shape, x.device, finish)
-    operands = (x, weight, pad, correction, factor, halves, bias, *finish_operands(finish), *outputs, pixels)
-    moves = (*g.stride, *g.padding, *g.dilation)
-    constants = ending(finish.cap)
-    if g.is_depthwise:
-        tiles = tiles or default_depthwise_tiles(g)
-        _convolve_depthwise[(triton.cdiv(pixels, tiles.pixels), triton.cdiv(g.channels, tiles.outputs))](
-            *operands, g.height, g.width, g.channels, g.out_height, g.out_width, g.rows, g.columns, *moves, **constants,
-            BLOCK_P=tiles.pixels, BLOCK_C=tiles.outputs, num_warps=tiles.warps, enable_fp_fusion=False,
+    output = shape.output(x.shape[0])
+    pixels = output[0] * output[2] * output[3]
+    outputs = epilogue.outputs(output, x.device)
+    arguments = (x, *operands, *epilogue_tensors(epilogue), *outputs, pixels)
+    moves = (*shape.stride, *shape.padding, *shape.dilation)
+    constants = relu_constants(epilogue.relu_max)
+    if shape.is_depthwise:
+        tiles = tiles or default_depthwise_tiles(shape)
+        _convolve_depthwise[(triton.cdiv(pixels, tiles.pixels), triton.cdiv(shape.channels, tiles.outputs))](
+            *arguments, *shape[:5], *shape[6:8], *moves, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.outputs,
+            num_warps=tiles.warps, enable_fp_fusion=False,
         )  # fmt: skip
         return outputs
-    heavy = finish.other is not None or finish.keep
-    tiles = tiles or default_tiles(g, pixels, heavy=heavy, centred=halves is not None)
-    across = triton.cdiv(g.out_channels // g.groups, tiles.outputs)
+    heavy = epilogue.residual is not None or epilogue.keep_value
+    tiles = tiles or default_tiles(shape, pixels, heavy_epilogue=heavy, doubled=operands.doubled is not None)
+    across = triton.cdiv(shape.out_channels // shape.groups, tiles.outputs)
     down = triton.cdiv(pixels, tiles.pixels)
-    if steps_of(g, tiles.inputs) == 1:
-        down = min(down, max(1, most_programs(tiles) // (across * g.groups)))
-    _convolve[(down * across, g.groups)](
-        *operands, *g[:8], *moves, g.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
+    if steps_of(shape, tiles.inputs) == 1:
+        down = min(down, max(1, most_programs(tiles) // (across * shape.groups)))
+    _convolve[(down * across, shape.groups)](
+        *arguments, *shape.sizes, *moves, shape.groups, **constants, BLOCK_P=tiles.pixels, BLOCK_C=tiles.inputs,
         BLOCK_K=tiles.outputs, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -14,28 +14,28 @@ MEAN_PIXELS, MEAN_CHANNELS = 16, 64
 
 
 @triton.jit
-def _store_powers(largest, bits, powers_ptr, sample, samples):  # type: ignore[no-untyped-def]
+def _store_scales(largest, bits, scales_ptr, sample, samples):  # type: ignore[no-untyped-def]
     """1 / power and power of a sample whose largest number has the bit pattern `largest`; NaN if it is not finite."""
     wide = largest.to(tl.float32, bitcast=True).to(tl.float64)
     exponent = (wide.to(tl.int64, bitcast=True) >> 52) - 1022
     exponent = tl.where(wide > 0, exponent, 0) - bits
-    tl.store(powers_ptr + sample, ((1023 - exponent) << 52).to(tl.float64, bitcast=True))
+    tl.store(scales_ptr + sample, ((1023 - exponent) << 52).to(tl.float64, bitcast=True))
     power = ((1023 + exponent) << 52).to(tl.float64, bitcast=True)
-    tl.store(powers_ptr + samples + sample, tl.where(wide < float("inf"), power, float("nan")))
+    tl.store(scales_ptr + samples + sample, tl.where(wide < float("inf"), power, float("nan")))
 
 
 @triton.jit
 def _largest_of_parts(  # type: ignore[no-untyped-def]
     x_ptr,
     largest_ptr,
-    powers_ptr,
+    scales_ptr,
     bits,
     size,
     share,
     BLOCK: tl.constexpr,
     ALONE: tl.constexpr,
 ):
-    """The largest bit pattern of a number in a part of a sample, without its sign; a part ALONE gives the powers.
+    """The largest bit pattern of a number in a part of a sample, without its sign; a part ALONE gives the scales.
 
     Bit patterns of floats that are not negative have the order of the floats; NaN is the largest.
     """
@@ -47,23 +47,23 @@ def _largest_of_parts(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + at, mask=at < size, other=0.0)
         largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     if ALONE:
-        _store_powers(tl.max(largest, axis=0), bits, powers_ptr, sample, tl.num_programs(0))
+        _store_scales(tl.max(largest, axis=0), bits, scales_ptr, sample, tl.num_programs(0))
     else:
         tl.store(largest_ptr + sample * tl.num_programs(1) + part, tl.max(largest, axis=0))
 
 
 @triton.jit
-def _powers_of_parts(largest_ptr, powers_ptr, bits, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The powers of a sample, from the largest numbers of its parts."""
+def _scales_of_parts(largest_ptr, scales_ptr, bits, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of a sample, from the largest numbers of its parts."""
     sample, part = tl.program_id(0), tl.arange(0, PARTS)
     largest = tl.load(largest_ptr + sample * parts + part, mask=part < parts, other=0)
-    _store_powers(tl.max(largest, axis=0), bits, powers_ptr, sample, tl.num_programs(0))
+    _store_scales(tl.max(largest, axis=0), bits, scales_ptr, sample, tl.num_programs(0))
 
 
 @triton.jit
 def _mean(  # type: ignore[no-untyped-def]
     x_ptr,
-    powers_ptr,
+    scales_ptr,
     y_ptr,
     channels,
     PIXELS: tl.constexpr,
@@ -75,7 +75,7 @@ def _mean(  # type: ignore[no-untyped-def]
     sample = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     x_ptr += sample.to(tl.int64) * PIXELS * channels
-    inverse, power = tl.load(powers_ptr + sample), tl.load(powers_ptr + tl.num_programs(0) + sample)
+    inverse, power = tl.load(scales_ptr + sample), tl.load(scales_ptr + tl.num_programs(0) + sample)
     sums = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float64)
     for start in range(0, PIXELS, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
@@ -92,20 +92,20 @@ def sample_powers(x: Tensor, bits: int) -> Tensor:
     size = x.numel() // samples
     share = triton.cdiv(triton.cdiv(size, MOST_PARTS), BLOCK) * BLOCK
     parts = triton.cdiv(size, share)
-    powers = torch.empty((2, samples), dtype=torch.float64, device=x.device)
+    scales = torch.empty((2, samples), dtype=torch.float64, device=x.device)
     largest = torch.empty((samples, parts), dtype=torch.int32, device=x.device)
-    _largest_of_parts[(samples, parts)](x, largest, powers, bits, size, share, BLOCK=BLOCK, ALONE=parts == 1)
+    _largest_of_parts[(samples, parts)](x, largest, scales, bits, size, share, BLOCK=BLOCK, ALONE=parts == 1)
     if parts > 1:
-        _powers_of_parts[(samples,)](largest, powers, bits, parts, PARTS=triton.next_power_of_2(parts))
-    return powers
+        _scales_of_parts[(samples,)](largest, scales, bits, parts, PARTS=triton.next_power_of_2(parts))
+    return scales
 
 
-def mean(x: Tensor, powers: Tensor) -> Tensor:
-    """The mean (N, C, 1, 1) of each image of x (N, C, H, W), channels last, in fixed point of these powers (2, N)."""
+def mean(x: Tensor, scales: Tensor) -> Tensor:
+    """The mean (N, C, 1, 1) of each image of x (N, C, H, W), channels last, in fixed point of these scales (2, N)."""
     samples, channels, height, width = x.shape
     y = torch.empty((samples, channels, 1, 1), dtype=torch.float32, device=x.device)
     _mean[(samples, triton.cdiv(channels, MEAN_CHANNELS))](
-        x, powers, y, channels, PIXELS=height * width, BLOCK_P=MEAN_PIXELS, BLOCK_C=MEAN_CHANNELS,
+        x, scales, y, channels, PIXELS=height * width, BLOCK_P=MEAN_PIXELS, BLOCK_C=MEAN_CHANNELS,
         enable_fp_fusion=False,
     )  # fmt: skip
     return y

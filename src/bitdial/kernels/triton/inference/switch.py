@@ -6,9 +6,8 @@ are numbers in memory, so one kernel serves every scheme and width.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bitdial.kernels.in_place import BLOCK_WORDS
+from bitdial.kernels.switch import BLOCK_WORDS, SwitchTables
 from bitdial.kernels.width_table import DOUBLED as DOUBLED_GRID
 from bitdial.kernels.width_table import NESTED as NESTED_GRID
 from bitdial.kernels.width_table import SECOND
@@ -55,7 +54,7 @@ def _switch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _narrow(words, low, high, second, grid):  # type: ignore[no-untyped-def]
-    """Four codes of `high` bits in each word to `low` bits, as weight integers; see `narrowed` in `switch_ops`.
+    """Four codes of `high` bits in each word to `low` bits, as weight integers; see `reference/switch.py`.
 
     Shifted up to 8 bits and with 128 added, codes are bytes that are not negative: u. Narrowing them from 8 bits is the
     same as narrowing the stored ones, ties included. Of u / 2^shift, `whole` has the floor; what is cut off and the
@@ -86,11 +85,9 @@ def _narrow(words, low, high, second, grid):  # type: ignore[no-untyped-def]
     return tl.where(grid < NESTED, integers, steps) ^ SIGNS
 
 
-def switch(
-    master: Tensor, active: Tensor, table: Tensor, words: Tensor, code_blocks: Tensor, word_blocks: Tensor,
-    wanted: Tensor,
-) -> None:  # fmt: skip
-    """Bring `active` and `words` to what is `wanted`, in place; see `bitdial.kernels.switch_ops`."""
+def switch(tables: SwitchTables) -> None:
+    """Bring `active` and `words` to what is `wanted`, in place; see `bitdial.kernels.switch`."""
+    master, active, table, words, code_blocks, word_blocks, wanted = tables
     grid = (code_blocks.shape[0] + word_blocks.shape[0],)
     _switch[grid](
         master.view(table.dtype), active.view(table.dtype), table, words, code_blocks, word_blocks, wanted,

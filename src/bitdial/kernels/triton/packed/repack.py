@@ -104,7 +104,7 @@ def repack(
     master: Tensor, active: Tensor, blocks: Tensor, layers: Tensor, bits: Tensor, held: Tensor,
     *, high: int, widest: int, second: int,
 ) -> None:  # fmt: skip
-    """Write each layer's `bits`-bit words into `active`, where its blocks hold others; see `arena.PackedArena`."""
+    """Write each layer's `bits`-bit words into `active`, where its blocks hold others; see `PackedWeightPool`."""
     read = merges(packed_fields(high))
     _repack[(held.numel(),)](
         master, active, blocks, layers, bits, held, PIECES=read.pieces, RANGES=read.ranges, FIELDS=_field_rows(widest),

@@ -8,30 +8,16 @@ row. The moments that a batch norm needs are taken from the tile while it is sti
 Sums are in a fixed order, so results repeat from run to run.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.triton.tiles import Tiles, power_of_2
+
 PIXELS = 128  # of a tile of the convolution, but for 32 channels twice as many
 PROGRAMS = 264  # that share a weight gradient: two for each multiprocessor of an H200
-
-
-class Geometry(NamedTuple):
-    """Sizes of a convolution: input and output height, width and channels, filter height and width."""
-
-    height: int
-    width: int
-    channels: int
-    out_height: int
-    out_width: int
-    out_channels: int
-    rows: int
-    columns: int
-    stride: int
-    padding: int
 
 
 @triton.jit
@@ -131,86 +117,67 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, sums, mask=(j < S * C)[:, None] & (k < K)[None, :])
 
 
-class Tiles(NamedTuple):
-    """How a kernel cuts its work: pixels, run of the filter's row, output channels; warps and pipeline stages."""
-
-    pixels: int
-    run: int
-    channels: int
-    warps: int
-    stages: int
-
-
-def _power(value: int, least: int, most: int) -> int:
-    return min(max(triton.next_power_of_2(value), least), most)
-
-
 def tile_pixels(channels: int, out_channels: int) -> int:
     """The pixels of a tile of a convolution of so many channels to so many; measured on an H200."""
-    return 2 * PIXELS if _power(channels, 16, 64) == _power(out_channels, 16, 64) == 32 else PIXELS
+    return 2 * PIXELS if power_of_2(channels, 16, 64) == power_of_2(out_channels, 16, 64) == 32 else PIXELS
 
 
-def forward_tiles(geometry: Geometry) -> Tiles:
+def forward_tiles(shape: ConvShape) -> Tiles:
     """Tiles of the convolution and of its input gradient; measured on an H200."""
-    pixels = tile_pixels(geometry.channels, geometry.out_channels)
-    return Tiles(pixels, _power(geometry.channels, 16, 64), _power(geometry.out_channels, 16, 64), 4, 3)
+    pixels = tile_pixels(shape.channels, shape.out_channels)
+    return Tiles(pixels, power_of_2(shape.channels, 16, 64), power_of_2(shape.out_channels, 16, 64), 4, 3)
 
 
-def gradient_tiles(geometry: Geometry) -> Tiles:
+def gradient_tiles(shape: ConvShape) -> Tiles:
     """Tiles of the weight gradient; measured on an H200."""
-    length = geometry.columns * geometry.channels
-    run = 64 if length % 64 == 0 else _power(length, 16, 128)
-    return Tiles(64, run, _power(geometry.out_channels, 16, 64), 4, 4)
+    length = shape.columns * shape.channels
+    run = 64 if length % 64 == 0 else power_of_2(length, 16, 128)
+    return Tiles(64, run, power_of_2(shape.out_channels, 16, 64), 4, 4)
 
 
-def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, shape: ConvShape) -> tuple[Tensor, Tensor]:
     """The convolution (N, K, OH, OW) of x (N, C, H, W) with weight (K, C, R, S), all channels last, and its moments.
 
     Moments (2, K, tiles): mean, and sum of squared deviations from it, of each channel over each tile of pixels.
     """
-    n, c, h, w = x.shape
-    k, _, r, s = weight.shape
-    oh, ow = (h + 2 * padding - r) // stride + 1, (w + 2 * padding - s) // stride + 1
-    return _launch(x, weight, Geometry(h, w, c, oh, ow, k, r, s, stride, padding), n, flip=False)
+    return _launch(x, weight, shape, flip=False)
 
 
-def input_gradient(grad: Tensor, weight: Tensor, padding: int) -> Tensor:
+def input_gradient(grad: Tensor, weight: Tensor, shape: ConvShape) -> Tensor:
     """Gradient of the input of a convolution of stride 1: the convolution of `grad` with the turned filter."""
-    n, k, oh, ow = grad.shape
-    _, c, r, s = weight.shape
-    h, w = oh + r - 1 - 2 * padding, ow + s - 1 - 2 * padding
-    geometry = Geometry(oh, ow, k, h, w, c, r, s, 1, r - 1 - padding)
-    return _launch(grad, weight, geometry, n, flip=True)[0]
+    image = (shape.out_channels, shape.out_height, shape.out_width)
+    filters = (shape.channels, shape.rows, shape.columns)
+    padding = (shape.rows - 1 - shape.padding[0], shape.columns - 1 - shape.padding[1])
+    return _launch(grad, weight, ConvShape.of(image, filters, (1, 1), padding), flip=True)[0]
 
 
-def _launch(x: Tensor, weight: Tensor, geometry: Geometry, images: int, *, flip: bool) -> tuple[Tensor, Tensor]:
-    tiles = forward_tiles(geometry)
-    pixels = images * geometry.out_height * geometry.out_width
-    count, k = triton.cdiv(pixels, tiles.pixels), geometry.out_channels
-    shape = (images, k, geometry.out_height, geometry.out_width)
-    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+def _launch(x: Tensor, weight: Tensor, shape: ConvShape, *, flip: bool) -> tuple[Tensor, Tensor]:
+    tiles = forward_tiles(shape)
+    n, k, oh, ow = shape.output(x.shape[0])
+    pixels = n * oh * ow
+    count = triton.cdiv(pixels, tiles.pixels)
+    y = torch.empty((n, k, oh, ow), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     moments = torch.empty((0 if flip else 2, k, count), dtype=torch.float32, device=x.device)
-    _convolve[(count, triton.cdiv(k, tiles.channels))](
-        x, weight, y, moments, pixels, count, *geometry, FLIP=flip, MOMENTS=not flip,
-        BLOCK_P=tiles.pixels, BLOCK_J=tiles.run, BLOCK_K=tiles.channels, num_warps=tiles.warps, num_stages=tiles.stages,
+    _convolve[(count, triton.cdiv(k, tiles.outputs))](
+        x, weight, y, moments, pixels, count, *shape.sizes, shape.stride[0], shape.padding[0], FLIP=flip,
+        MOMENTS=not flip, BLOCK_P=tiles.pixels, BLOCK_J=tiles.inputs, BLOCK_K=tiles.outputs, num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
     return y, moments
 
 
-def weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """Gradient of `weight` as parts (parts, K, R, S, C) in float32, whose sum it is."""
-    n, c, h, w = x.shape
-    k, _, r, s = weight.shape
-    _, _, oh, ow = grad.shape
-    geometry = Geometry(h, w, c, oh, ow, k, r, s, stride, padding)
-    tiles = gradient_tiles(geometry)
-    pixels, across, deep = n * oh * ow, r * triton.cdiv(s * c, tiles.run), triton.cdiv(k, tiles.channels)
+def weight_gradient(x: Tensor, grad: Tensor, shape: ConvShape) -> Tensor:
+    """Gradient of the weight as parts (parts, K, R, S, C) in float32, whose sum it is."""
+    n, k, oh, ow = shape.output(x.shape[0])
+    r, s, c = shape.rows, shape.columns, shape.channels
+    tiles = gradient_tiles(shape)
+    pixels, across, deep = n * oh * ow, r * triton.cdiv(s * c, tiles.inputs), triton.cdiv(k, tiles.outputs)
     blocks = triton.cdiv(pixels, tiles.pixels)
     share = triton.cdiv(blocks, max(PROGRAMS // (across * deep), 1)) * tiles.pixels
     parts = triton.cdiv(pixels, share)
     out = torch.empty((parts, k, r, s, c), dtype=torch.float32, device=x.device)
     _weight_gradient[(parts, across, deep)](
-        x, grad, out, pixels, share, *geometry, BLOCK_P=tiles.pixels, BLOCK_J=tiles.run, BLOCK_K=tiles.channels,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        x, grad, out, pixels, share, *shape.sizes, shape.stride[0], shape.padding[0], BLOCK_P=tiles.pixels,
+        BLOCK_J=tiles.inputs, BLOCK_K=tiles.outputs, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out

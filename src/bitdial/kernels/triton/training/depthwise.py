@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitdial.kernels.conv_shape import ConvShape
 from bitdial.kernels.triton.training.conv import PIXELS
 
 CHANNELS = 32  # of a tile
@@ -136,47 +137,51 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + part * (C * R * S) + c * (R * S) + r * S + s, tl.sum(sums, axis=0), mask=c < C)
 
 
-def convolve(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, shape: ConvShape) -> tuple[Tensor, Tensor]:
     """The depthwise convolution (N, C, OH, OW) of x (N, C, H, W) with weight (C, 1, R, S), and its moments.
 
     Moments (2, C, tiles): mean, and sum of squared deviations from it, of each channel over each tile of PIXELS pixels.
     """
-    n, c, h, w = x.shape
-    r, s = weight.shape[2:]
-    oh, ow = (h + 2 * padding - r) // stride + 1, (w + 2 * padding - s) // stride + 1
+    n, c, oh, ow = shape.output(x.shape[0])
     pixels = n * oh * ow
     tiles = triton.cdiv(pixels, PIXELS)
     y = torch.empty((n, c, oh, ow), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     moments = torch.empty((2, c, tiles), dtype=torch.float32, device=x.device)
-    _forward[(tiles, triton.cdiv(c, CHANNELS))](
-        x, weight, y, moments, pixels, tiles, c, h, w, oh, ow, R=r, S=s, STRIDE=stride, PAD=padding,
-        BLOCK_P=PIXELS, BLOCK_C=CHANNELS,
-    )  # fmt: skip
+    _forward[(tiles, triton.cdiv(c, CHANNELS))](x, weight, y, moments, pixels, tiles, *_sizes(shape), **_taps(shape))
     return y, moments
 
 
-def input_gradient(grad: Tensor, weight: Tensor, x: Tensor, stride: int, padding: int) -> Tensor:
-    """Gradient of the input, which has the shape of `x`."""
+def input_gradient(grad: Tensor, weight: Tensor, x: Tensor, shape: ConvShape) -> Tensor:
+    """Gradient of the input x."""
     n, c, h, w = x.shape
     dx = torch.empty_like(x)
     _input_gradient[(triton.cdiv(n * h * w, PIXELS), triton.cdiv(c, CHANNELS))](
-        grad, weight, dx, n * h * w, c, h, w, *grad.shape[2:], R=weight.shape[2], S=weight.shape[3], STRIDE=stride,
-        PAD=padding, BLOCK_P=PIXELS, BLOCK_C=CHANNELS,
-    )  # fmt: skip
+        grad, weight, dx, n * h * w, *_sizes(shape), **_taps(shape)
+    )
     return dx
 
 
-def weight_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
-    """Gradient of `weight` as parts (parts, C, R, S, 1) in float32, whose sum it is."""
-    _, c, h, w = x.shape
-    r, s = weight.shape[2:]
-    n, _, oh, ow = grad.shape
+def weight_gradient(x: Tensor, grad: Tensor, shape: ConvShape) -> Tensor:
+    """Gradient of the weight as parts (parts, C, R, S, 1) in float32, whose sum it is."""
+    n, c, oh, ow = shape.output(x.shape[0])
+    r, s = shape.rows, shape.columns
     pixels = n * oh * ow
     share = triton.cdiv(triton.cdiv(pixels, PIXELS), PARTS) * PIXELS
     parts = triton.cdiv(pixels, share)
     out = torch.empty((parts, c, r, s, 1), dtype=torch.float32, device=x.device)
     _weight_gradient[(parts, triton.cdiv(c, CHANNELS), r * s)](
-        x, grad, out, pixels, share, c, h, w, oh, ow, R=r, S=s, STRIDE=stride, PAD=padding,
-        BLOCK_P=PIXELS, BLOCK_C=CHANNELS,
-    )  # fmt: skip
+        x, grad, out, pixels, share, *_sizes(shape), **_taps(shape)
+    )
     return out
+
+
+def _sizes(shape: ConvShape) -> tuple[int, ...]:
+    return shape.channels, shape.height, shape.width, shape.out_height, shape.out_width
+
+
+def _taps(shape: ConvShape) -> dict[str, int]:
+    """The constants of all three kernels."""
+    return {
+        "R": shape.rows, "S": shape.columns, "STRIDE": shape.stride[0], "PAD": shape.padding[0],
+        "BLOCK_P": PIXELS, "BLOCK_C": CHANNELS,
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 Memory is channels last, seen as (rows, channels). Forward, here: moments of tiles (often given by the convolution
 before), a small kernel that joins them, and one pass that reads x and writes the value, its quantised form, or both.
-Backward, in `triton_norm_backward`: one pass that sums the gradients of the norm and of the quantizer's scale, a small
+Backward, in `norm_backward.py`: one pass that sums the gradients of the norm and of the quantizer's scale, a small
 kernel that joins the sums, one pass that writes the gradient of x. What a gradient needs of the forward pass is
 computed again, with the same operations in the same order, so that a code is the same both times.
 
@@ -88,12 +88,12 @@ def _join_moments(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _value(x, slope, shift, other, cap, RESIDUAL: tl.constexpr, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _value(x, slope, shift, residual, relu_max, RESIDUAL: tl.constexpr, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
     v = tl.fma(x, slope, shift)
     if RESIDUAL:
-        v += other
-    if ACT:
-        v = _clip(v, 0.0, cap)
+        v += residual
+    if RELU:
+        v = _clip(v, 0.0, relu_max)
     return v
 
 
@@ -110,32 +110,32 @@ def _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE: tl.constexpr):  # type: i
 @triton.jit
 def _apply(  # type: ignore[no-untyped-def]
     x_ptr,
-    other_ptr,
-    norm_ptr,
+    residual_ptr,
+    norm_affine_ptr,
     scale_ptr,
     table_ptr,
     choice_ptr,
     value_ptr,
     quantized_ptr,
     rows,
-    cap,
+    relu_max,
     C,
     RESIDUAL: tl.constexpr,
-    ACT: tl.constexpr,
-    KEEP: tl.constexpr,
+    RELU: tl.constexpr,
+    KEEP_VALUE: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     c, at, live = _tile(rows, C, BLOCK_R, BLOCK_C)
-    slope = tl.load(norm_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
-    shift = tl.load(norm_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
+    slope = tl.load(norm_affine_ptr + 2 * C + c, mask=c < C, other=0.0)[None, :]
+    shift = tl.load(norm_affine_ptr + 3 * C + c, mask=c < C, other=0.0)[None, :]
     x = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
-    other = 0.0
+    residual = 0.0
     if RESIDUAL:
-        other = tl.load(other_ptr + at, mask=live, other=0.0).to(tl.float32)
-    v = _value(x, slope, shift, other, cap, RESIDUAL, ACT).to(value_ptr.dtype.element_ty)
-    if KEEP:
+        residual = tl.load(residual_ptr + at, mask=live, other=0.0).to(tl.float32)
+    v = _value(x, slope, shift, residual, relu_max, RESIDUAL, RELU).to(value_ptr.dtype.element_ty)
+    if KEEP_VALUE:
         tl.store(value_ptr + at, v, mask=live)
     if QUANTIZE:
         scale, least, most = _codes(scale_ptr, table_ptr, choice_ptr, QUANTIZE)
@@ -190,31 +190,33 @@ def default_tile_rows(x: Tensor) -> int:
     return tiling(x)[3]["BLOCK_R"]
 
 
-def pointers_of(codes: ActivationCodes | None, norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pointers_of(codes: ActivationCodes | None, norm_affine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scale, table and choice for a kernel; without codes it looks at none of them."""
-    return (norm, norm, first_row(norm.device)) if codes is None else (codes.scale, *codes.dial)
+    nothing = norm_affine, norm_affine, first_row(norm_affine.device)
+    return nothing if codes is None else (codes.scale, *codes.dial)
 
 
 def apply_forward(
     x: Tensor,
-    norm: Tensor,
-    other: Tensor | None,
+    norm_affine: Tensor,
+    residual: Tensor | None,
     codes: ActivationCodes | None,
     *,
-    cap: float | None,
-    keep: bool,
+    relu_max: float | None,
+    keep_value: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The normalised value with `other` added, clipped to [0, cap] (None: not at all), and its quantised form.
+    """The normalised value with `residual` added, clipped to [0, relu_max] (None: not at all), and its quantised form.
 
-    The value is there if `keep`, the quantised form, in `dtype`, if there are `codes`.
+    The value is there if `keep_value`, the quantised form, in `dtype`, if there are `codes`.
     """
     rows, _, grid, blocks = tiling(x)
-    value = torch.empty_like(x) if keep else None
+    value = torch.empty_like(x) if keep_value else None
     quantized = torch.empty_like(x, dtype=dtype) if codes is not None else None
     _apply[grid](
-        x, x if other is None else other, norm, *pointers_of(codes, norm), x if value is None else value,
-        x if quantized is None else quantized, rows, 0.0 if cap is None else cap,
-        RESIDUAL=other is not None, ACT=cap is not None, KEEP=keep, QUANTIZE=codes is not None, **blocks,
+        x, x if residual is None else residual, norm_affine, *pointers_of(codes, norm_affine),
+        x if value is None else value, x if quantized is None else quantized, rows,
+        0.0 if relu_max is None else relu_max, RESIDUAL=residual is not None, RELU=relu_max is not None,
+        KEEP_VALUE=keep_value, QUANTIZE=codes is not None, **blocks,
     )  # fmt: skip
     return value, quantized

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.switch_ops import grid_of
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.integer import run_conv2d, run_epilogue
+from bitdial.kernels.operands import IntegerOperands
+from bitdial.kernels.switch import grid_of
 from bitdial.kernels.width_table import SECOND
 from bitdial.live.codes import StoredCodes
 from bitdial.live.engines.integer.operands import (
@@ -23,7 +26,6 @@ from bitdial.live.engines.integer.operands import (
     row_sums,
     weight_operand,
 )
-from bitdial.live.engines.integer.operators import Epilogue, LayerOperands, Outputs, convolve, finish
 from bitdial.live.engines.integer.shapes import SHAPES, padding_of, run_as_images
 from bitdial.live.engines.integer.switchboard import BoardPart, CodeOperand
 from bitdial.live.layers import LiveLayer
@@ -98,14 +100,14 @@ class IntegerEngine(BoardPart):
             raise QuantizationError(
                 f"layer {name!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
             )
-        return finish(x.float(), Epilogue(quantizer_a=self.quantizer, keep_value=False))[1]
+        return run_epilogue(x.float(), Epilogue(quantizer_a=self.quantizer, keep_value=False))[1]
 
     def run(self, x: Tensor, end: Epilogue) -> Outputs:
         """Value and codes behind the layer and `end`, for the codes x of its input."""
         bias, weight = self.layer.bias, (self.integers, self.pad, self.correction, self.factor, self.doubled)
-        operands = LayerOperands(*weight, bias)
-        windows = self.shapes.windows
-        return run_as_images(self.shapes, x, end, lambda images, last: convolve(images, operands, windows, last))
+        operands = IntegerOperands(*weight, bias)
+        shape = self.shapes.conv_shape(x)
+        return run_as_images(self.shapes, x, end, lambda images, last: run_conv2d(images, operands, shape, last))
 
     # --- on the switchboard ---------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.functional.fixed_point import fixed_point_powers
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.fixed_point import run_fixed_point_conv2d, run_mean, run_sample_scales
+from bitdial.kernels.operands import FixedPointOperands
 from bitdial.live.engines.exact import (
     ExactLayer,
     ExactPool,
@@ -13,14 +16,6 @@ from bitdial.live.engines.exact import (
     float_layer_bits,
     plain_layer,
     pool_bits,
-)
-from bitdial.live.engines.integer.operators import (
-    Epilogue,
-    FixedPointOperands,
-    Outputs,
-    convolve_fixed_point,
-    mean,
-    sample_scales,
 )
 from bitdial.live.engines.integer.shapes import SHAPES, padding_of, run_as_images
 from bitdial.live.plain import take_over
@@ -65,13 +60,13 @@ class FixedPointLayer(nn.Module):
     def run(self, x: Tensor, end: Epilogue) -> Outputs:
         """Value and codes behind the layer and `end`, for the float32 x; each sample of a batch has its own power."""
         self.shapes.check(x)
-        scales = sample_scales(x if self.kind.is_batch(x) else x[None], float_layer_bits(self))
+        scales = run_sample_scales(x if self.kind.is_batch(x) else x[None], float_layer_bits(self))
         count = self.shapes.as_images(x).shape[0]
         scales = scales[:, :, None].expand(2, -1, count // max(scales.shape[1], 1)).reshape(2, count)
         operands = FixedPointOperands(self.integers, scales, self.weight_power, self.bias)
-        windows = self.shapes.windows
+        shape = self.shapes.conv_shape(x)
         return run_as_images(
-            self.shapes, x, end, lambda images, last: convolve_fixed_point(images, operands, windows, last)
+            self.shapes, x, end, lambda images, last: run_fixed_point_conv2d(images, operands, shape, last)
         )
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,7 +89,7 @@ class FixedPointPool(nn.Module):
         """The rounded quotient of an exact sum."""
         if input.dim() != 4 or input.dtype != torch.float32:
             return self.exact(input)
-        return mean(input, pool_bits(input))
+        return run_mean(input, pool_bits(input))
 
     def plain(self) -> nn.Module:
         """The pool."""

@@ -16,11 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from bitdial.graph.patterns import added, insert_call, max_pool, module_of, only_user, relu_cap
+from bitdial.graph.patterns import insert_call, max_pool, module_of, only_user, take_epilogue
+from bitdial.kernels.dispatch import missing_on
+from bitdial.kernels.epilogue import Epilogue, Outputs
+from bitdial.kernels.integer import run_epilogue
+from bitdial.kernels.max_pool import run_max_pool
 from bitdial.live.engines.integer.engine import IntegerEngine
 from bitdial.live.engines.integer.float_layers import FixedPointLayer, FixedPointPool
 from bitdial.live.engines.integer.norms import IntegerNorm, IntegerSwitchableNorm
-from bitdial.live.engines.integer.operators import Epilogue, Outputs, finish, missing_on, run_max_pool
 from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
 
@@ -110,7 +113,7 @@ class ValueCall(Call):
         """(value, codes of the first reader, of the second)."""
         fits = x.dtype == torch.float32 and (self.norm is None or x.dim() in (2, 4))
         if fits and (residual is None or _adds(residual, tuple(x.shape))):
-            return finish(x, self.epilogue(residual))
+            return run_epilogue(x, self.epilogue(residual))
         return self.finish_apart(x, residual)
 
 
@@ -177,27 +180,15 @@ def _replace_layer(graph: fx.GraphModule, node: fx.Node, kernel: Kernel) -> None
     if user is not None and _calls(graph, user, Norm):
         norm = _norm(graph, user)
         chain.append(user)
-    residual, relu_max = _take_rest(graph, chain)
+    residual, relu_max = take_epilogue(graph, chain)
     _put(graph, LayerCall(kernel, norm, relu_max), (source, residual), chain)
 
 
 def _replace_norm(graph: fx.GraphModule, node: fx.Node) -> None:
     """Replace a norm that no layer took by a ValueCall."""
     norm, chain, source = _norm(graph, node), [node], node.args[0]
-    residual, relu_max = _take_rest(graph, chain)
+    residual, relu_max = take_epilogue(graph, chain)
     _put(graph, ValueCall(norm, relu_max), (source, residual), chain)
-
-
-def _take_rest(graph: fx.GraphModule, chain: list[fx.Node]) -> tuple[fx.Node | None, float | None]:
-    """Append the addition and the ReLU behind the end of `chain` to it; what is added, and the ReLU's bound."""
-    residual = relu_max = None
-    user = only_user(chain[-1])
-    if user is not None and (residual := added(chain[-1], user)) is not None:
-        chain.append(user)
-        user = only_user(user)
-    if user is not None and (relu_max := relu_cap(graph, user)) is not None:
-        chain.append(user)
-    return residual, relu_max
 
 
 def _put(graph: fx.GraphModule, call: Call, args: tuple[Any, ...], chain: list[fx.Node]) -> None:

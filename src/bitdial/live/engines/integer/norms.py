@@ -5,9 +5,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from bitdial.kernels.epilogue import Epilogue
+from bitdial.kernels.integer import run_epilogue
 from bitdial.live.engines.exact import ExactNorm, norm_affine, plain_norm
 from bitdial.live.engines.integer.operands import Tables
-from bitdial.live.engines.integer.operators import Epilogue, finish
 from bitdial.live.engines.integer.switchboard import BoardPart
 from bitdial.live.plain import take_over
 from bitdial.nn import SwitchableBatchNorm
@@ -16,7 +17,7 @@ from bitdial.nn import SwitchableBatchNorm
 def normalize(x: Tensor, affine: Tensor) -> Tensor:
     """x * multiplier + offset, each rounded once; `affine` (2, channels)."""
     if x.dim() in (2, 4) and x.dtype == torch.float32:
-        return finish(x, Epilogue(norm_affine=affine))[0]
+        return run_epilogue(x, Epilogue(norm_affine=affine))[0]
     multiplier, offset = (line.view(1, -1, *(1,) * (x.dim() - 2)) for line in affine)
     return x * multiplier + offset
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.integer_ops import STORED_SHIFT
-from bitdial.kernels.reference.integer_sums import PAD_CODES
+from bitdial.kernels.epilogue import STORED_SHIFT
+from bitdial.kernels.operands import PAD_CODES
 from bitdial.live.codes import Codes
 
 SUMMED_AT_ONCE = 1 << 16  # weight integers, which are made for that

@@ -6,18 +6,22 @@ from typing import Any, Protocol, cast
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.live.engines.integer.operators import Epilogue, Outputs, Windows
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.epilogue import Epilogue, Outputs
 from bitdial.nn.layer_kinds import CONV2D, LINEAR
 
 
 class Shapes(Protocol):
-    """The shapes of a layer's inputs and outputs, and how its filter moves."""
+    """The shapes of a layer's inputs and outputs, and the layer as a convolution."""
 
     name: str  # of the layer, for errors
-    windows: Windows
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         """The shape of the layer's output for an input like x."""
+        ...
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        """The sizes of the layer as a convolution of an input like x."""
         ...
 
     def is_batch(self, x: Tensor) -> bool:
@@ -49,16 +53,17 @@ class ConvShapes:
         assert padding is not None
         self.name, self.in_channels, self.out_channels = name, layer.in_channels, layer.out_channels
         self.kernel_size = layer.kernel_size
-        self.windows = Windows(layer.stride, padding, layer.dilation, layer.groups)
+        self.moves = layer.stride, padding, layer.dilation, layer.groups
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         """As many pixels as places of the filter."""
-        stride, padding, dilation, _ = self.windows
-        sizes = (
-            (x.shape[i - 2] + 2 * padding[i] - dilation[i] * (self.kernel_size[i] - 1) - 1) // stride[i] + 1
-            for i in range(2)
-        )
-        return *x.shape[:-3], self.out_channels, *sizes
+        shape = self.conv_shape(x)
+        return *x.shape[:-3], self.out_channels, shape.out_height, shape.out_width
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        """That of its images."""
+        channels, height, width = x.shape[-3:]
+        return ConvShape.of((channels, height, width), (self.out_channels, *self.kernel_size), *self.moves)
 
     def is_batch(self, x: Tensor) -> bool:
         """An image alone has none."""
@@ -88,14 +93,16 @@ class ConvShapes:
 class LinearShapes:
     """The shapes of a linear layer."""
 
-    windows = Windows()
-
     def __init__(self, layer: Any, name: str):
         self.name, self.in_features, self.out_features = name, layer.in_features, layer.out_features
 
     def output_shape(self, x: Tensor) -> tuple[int, ...]:
         """The last dimension changes."""
         return *x.shape[:-1], self.out_features
+
+    def conv_shape(self, x: Tensor) -> ConvShape:
+        """Filters of one pixel on images of one."""
+        return ConvShape.of((self.in_features, 1, 1), (self.out_features, 1, 1), (1, 1), (0, 0))
 
     def is_batch(self, x: Tensor) -> bool:
         """Rows of features."""

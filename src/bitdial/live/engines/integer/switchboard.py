@@ -19,17 +19,16 @@ from torch import Tensor, nn
 
 from bitdial.dial.dial import Board, Selection
 from bitdial.errors import ConfigError
-from bitdial.kernels.in_place import BLOCK_WORDS, Numbers, send
-from bitdial.kernels.switch_ops import BLOCK_BYTES
+from bitdial.kernels.ops import switch_
+from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, Numbers, send
 from bitdial.live.codes import StoredCodes
 from bitdial.live.engines.integer.operands import Tables
-from bitdial.live.engines.integer.operators import switch_
 
 NOTHING = -1  # a choice that no part ever has: what is wanted is new
 
 
 class CodeOperand(NamedTuple):
-    """Stored codes as they lie in the master, and how they are narrowed; see `bitdial.kernels.switch_ops`."""
+    """Stored codes as they lie in the master, and how they are narrowed; see `bitdial.kernels.switch`."""
 
     filters: Tensor
     high: int

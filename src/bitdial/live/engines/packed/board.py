@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 
 from bitdial.dial.dial import SWITCHBOARD, Board, Selection
-from bitdial.kernels.weight_pool import PackedArena as PackedWeightPool
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.live.engines.packed.words import PooledWords
 from bitdial.live.layers import LiveLayer
 

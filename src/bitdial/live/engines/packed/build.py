@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.artifact import Artifact
-from bitdial.kernels.host_weight_pool import HostArena as HostWeightPool
-from bitdial.kernels.weight_pool import PackedArena as PackedWeightPool
+from bitdial.kernels.host_weight_pool import HostWeightPool
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import nested_fields, pack_words
 from bitdial.live.engines.packed.board import PoolBoard
 from bitdial.live.engines.packed.words import NestedWords, PooledWords

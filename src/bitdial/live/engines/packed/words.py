@@ -4,7 +4,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from bitdial.kernels.weight_pool import PackedArena as PackedWeightPool
+from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import packed_fields, unpack_words
 
 

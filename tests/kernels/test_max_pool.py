@@ -1,12 +1,10 @@
 """Max pools of codes against windows taken one by one.
 
-On a GPU the kernel runs compiled. Elsewhere this file runs itself once more in a process with Triton's interpreter;
-without it, the same tests see the operator's reference.
+On a GPU kernels run compiled, in `test_interpreter.py` under Triton's interpreter; elsewhere the same tests see
+the operator's reference.
 """
 
-import importlib.util
 import os
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels import pool_ops as pool
-from bitdial.kernels.pool_ops import max_pool_codes, run_max_pool
+from bitdial.kernels.max_pool import run_max_pool
+from bitdial.kernels.ops import max_pool_codes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
+pytestmark = pytest.mark.interpreter
 
 
 class Windows(NamedTuple):
@@ -122,14 +115,15 @@ def test_what_is_no_image_or_too_small() -> None:
         run_max_pool(codes(1, 3, 4, 2), *STEM._replace(padding=[0, 0]))
 
 
-@pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="about the kernel")
+@pytest.mark.interpreter(only=True)
 @pytest.mark.parametrize(
     "shape, windows", [((1, 3, 8, 8), STEM), ((1, 3, 2, 2), Windows([2, 2], [1, 1], [1, 1], [1, 1]))]
 )
 def test_what_32_bits_cannot_index_falls_back(
     shape: tuple[int, ...], windows: Windows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bitdial.kernels.triton.inference import pool as triton_pool
+    from bitdial.kernels.triton import ops as triton_ops
+    from bitdial.kernels.triton.inference import max_pool as triton_pool
 
     def launched(*args: object) -> Tensor:
         raise AssertionError("the kernel was launched")
@@ -138,7 +132,7 @@ def test_what_32_bits_cannot_index_falls_back(
     monkeypatch.setattr(triton_pool, "max_pool", launched)
     with pytest.raises(AssertionError, match="was launched"):
         check(x, windows)
-    monkeypatch.setattr(pool, "INDEXABLE", max(x.numel(), one_by_one(x.cpu().numpy(), windows).size))
+    monkeypatch.setattr(triton_ops, "INDEXABLE", max(x.numel(), one_by_one(x.cpu().numpy(), windows).size))
     check(x, windows)
 
 

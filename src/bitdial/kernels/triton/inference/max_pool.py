@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitdial.kernels.triton.inference.tiles import power_of_2
+from bitdial.kernels.conv_shape import ConvShape
+from bitdial.kernels.triton.tiles import power_of_2
 
 TILE = 2048  # codes of a program: 16 for each thread of four warps
 
@@ -47,16 +48,15 @@ def _max_pool(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + p[:, None] * C + c[None, :], largest, mask=live)
 
 
-def max_pool(
-    x: Tensor, sizes: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
-) -> Tensor:
-    """The pool, of these sizes, of x (N, C, H, W), which is channels last."""
+def max_pool(x: Tensor, shape: ConvShape) -> Tensor:
+    """The pool of x (N, C, H, W), which is channels last."""
+    sizes = shape.output(x.shape[0])
     out = torch.empty(sizes, dtype=torch.int8, device=x.device, memory_format=torch.channels_last)
     images, channels, height, width = sizes
     pixels, across = images * height * width, power_of_2(channels, 16, 64)
     grid = (triton.cdiv(pixels, TILE // across), triton.cdiv(channels, across))
     _max_pool[grid](
-        x, out, pixels, *x.shape[2:], channels, height, width, *kernel, *stride, *padding, *dilation,
-        BLOCK_P=TILE // across, BLOCK_C=across, num_warps=4,
+        x, out, pixels, shape.height, shape.width, channels, height, width, shape.rows, shape.columns, *shape.stride,
+        *shape.padding, *shape.dilation, BLOCK_P=TILE // across, BLOCK_C=across, num_warps=4,
     )  # fmt: skip
     return out

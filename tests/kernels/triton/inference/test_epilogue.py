@@ -1,4 +1,4 @@
-"""The quotient of `triton_finish._quotient_to_round` rounds to the right integer: every case that could be wrong.
+"""The quotient of `_quotient_to_round` rounds to the right integer: every case that could be wrong.
 
 Write x = X * 2^i and the scale s = S * 2^j with X and S in [2^23, 2^24). The corrected quotient is x / s plus at most
 2^-22 ulp, rounded. It rounds to another integer than the IEEE quotient only if a middle of two floats, next to some k
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitdial.kernels.integer_ops import integer_finish
+from bitdial.kernels.epilogue import Epilogue
+from bitdial.kernels.integer import run_epilogue
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = 8
@@ -92,9 +93,7 @@ def test_the_operator_on_hard_cases(zero: float) -> None:
     for scale in np.unique(s)[::97]:
         mine = np.concatenate([x[s == scale], -x[s == scale]])
         numbers = torch.tensor([scale, zero, 0.0, 255.0, 128.0], device=DEVICE)
-        _, codes, _ = integer_finish(
-            torch.from_numpy(mine).view(-1, 1).to(DEVICE), None, None, numbers, None, None, False
-        )
+        values = torch.from_numpy(mine).view(-1, 1).to(DEVICE)
+        _, codes, _ = run_epilogue(values, Epilogue(quantizer_a=numbers, keep_value=False))
         expected = np.clip(np.rint(mine / scale) + zero, 0, 255) - 128
-        assert codes is not None
         assert np.array_equal(codes.flatten().cpu().numpy(), expected)

@@ -1,29 +1,24 @@
 """The switch operator: every code, width and rule against `functional.narrow`; rows of words; only what changes.
 
-The reference runs here. The kernel runs on a GPU; elsewhere this file runs itself once more with Triton's interpreter.
+The reference runs here, the kernel on a GPU and under Triton's interpreter (`test_interpreter.py`).
 """
 
-import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.kernels.switch_ops import BLOCK_BYTES, BLOCK_WORDS, grid_of, switch_
+from bitdial.kernels.ops import switch_
+from bitdial.kernels.switch import BLOCK_BYTES, BLOCK_WORDS, grid_of
 from bitdial.kernels.width_table import SECOND
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.interpreter
 HIGHS = range(2, 9)
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="already runs here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_all_of_this_under_the_interpreter(run_under_the_interpreter: Callable[[str], None]) -> None:
-    run_under_the_interpreter(__file__)
 
 
 def ints(rows: Sequence[Sequence[int]], columns: int) -> Tensor:
@@ -42,51 +37,34 @@ def every_code() -> Tensor:
     return torch.cat(blocks).char().to(DEVICE)
 
 
-# How weight integers follow from codes, and the schemes that ask for it; `nested` with a phase as well.
-GRIDS = {0: "truncate", 1: "centred", 2: "nested", 2 + 8: "nested+8"}
-
-
-def test_grids_of_schemes() -> None:
-    assert {grid: scheme for scheme in GRIDS.values() for grid in [grid_of(scheme)]} == GRIDS
-    assert {grid_of(scheme) for scheme in ("double_rounding", "adabits", "lsq")} == {0}
-    assert grid_of("dorefa") == 1
-
-
-def integers(codes: Tensor, high: int, low: int, grid: int) -> Tensor:
-    """From the definitions: the code, 2 * code + 1 below 8 bits, or whole steps of the stored codes."""
-    if grid < 2:
-        return 2 * codes + 1 if grid == 1 and low < 8 else codes
-    cell = 2 ** (high - low)
-    return (codes.long() * cell + cell // 2 - (grid - 2)).to(torch.int8)
-
-
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("scheme, ties", [("double_rounding", "even"), ("double_rounding", "up"), ("truncate", "even")])
-def test_every_code_and_width(scheme: str, ties: str, grid: int) -> None:
-    if grid >= 2 and scheme != "truncate":
-        pytest.skip("nested codes are made by a shift")
-    second = SECOND["floor" if scheme == "truncate" else f"nearest {ties}"]
-
-    def least(low: int) -> int:
-        """The fewest stored bits, of which some phases need 6."""
-        return max(low, 6) if grid > 2 else low
-
+@pytest.mark.parametrize(
+    "scheme, ties",
+    [("double_rounding", "even"), ("double_rounding", "up"), ("truncate", "even"), ("centred", "even"),
+     ("nested", "even"), ("nested+8", "even")],
+)  # fmt: skip
+def test_every_code_and_width(scheme: str, ties: str) -> None:
+    """The weight's integers, which the scheme says, of every code; centred ones of 8 bits as their codes."""
+    rule = bf.scheme_of(scheme)
+    second = SECOND[rule.second_rounding(ties)]
     master = every_code()
-    if grid > 2:  # the lowest codes are never stored with a phase
-        for block, high in zip(master.view(len(HIGHS), -1), HIGHS, strict=True):
-            block.clamp_(min=-(2 ** (high - 1)) + grid - 2)
+    highs = [high for high in HIGHS if not rule.phase or 8 * rule.phase <= 2**high]  # whose codes have room for it
+    for i, high in enumerate(HIGHS):
+        if high in highs:
+            master[i * BLOCK_BYTES : (i + 1) * BLOCK_BYTES].clamp_(*rule.stored_range(high))
     for low in HIGHS:
         active = torch.full_like(master, 77)
-        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, second, grid) for i, high in enumerate(HIGHS)]
-        wanted = ints([[low] * len(lines), [int(high >= least(low)) for high in HIGHS]], len(lines))
+        how = (second, grid_of(scheme))
+        lines = [(i, i * BLOCK_WORDS, i * BLOCK_WORDS, high, *how) for i, high in enumerate(HIGHS)]
+        wanted = ints([[low] * len(lines), [int(high >= low and high in highs) for high in HIGHS]], len(lines))
         empty = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         switch_(master, active, empty, empty.clone(), ints(lines, 6), ints([], 5), wanted)
         for i, high in enumerate(HIGHS):
             block = slice(i * BLOCK_BYTES, (i + 1) * BLOCK_BYTES)
             expected = torch.full((BLOCK_BYTES,), 77, dtype=torch.int8)
-            if high >= least(low):
-                expected = bf.narrow(master[block].cpu(), high=high, low=low, scheme=scheme, ties=ties)
-                expected = integers(expected, high, low, grid)
+            if high >= low and high in highs:
+                codes = bf.narrow(master[block].cpu(), high=high, low=low, scheme=scheme, ties=ties)
+                factor, addend = rule.integers(high - low) if rule.fits_int8(low) else (1, 0)
+                expected = (factor * codes.int() + addend).to(torch.int8)
             assert torch.equal(active[block].cpu(), expected), (high, low)
 
 
