@@ -712,7 +712,10 @@ def test_a_live_model_from_a_path_has_its_tensors_in_the_files_memory(tmp_path: 
     for bit_choices, together in (((8, 4), True), ((4, 2), False)):
         save(trained(Net(), images(), bit_choices=bit_choices), tmp_path / "m")
         live, size = load(tmp_path / "m", Net()), (tmp_path / "m").stat().st_size
-        parts = [*live.parameters(), *(t for m in live.modules() if isinstance(m, LiveLayer) for t in m.codes.buffers())]
+        parts = [
+            *live.parameters(),
+            *(t for m in live.modules() if isinstance(m, LiveLayer) for t in m.codes.buffers()),
+        ]
         homes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
         assert (list(homes.values()) == [size]) == together
         for model in (load(tmp_path / "m", Net(), kernels="integer"), load(read_artifact(tmp_path / "m"), Net())):

@@ -143,8 +143,8 @@ def weight_steps(live: nn.Module, name: str, bits: int) -> npt.NDArray[np.float6
     if not isinstance(layer, LiveLayer):
         raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; pass the model that load(path) gives")
     codes = layer.codes
-    values, step = bf.by_scale(codes.weight_values(bits).double(), codes.step(codes.bit_choices[0]).double())
-    return np.asarray((values / bf.spread(step, values)).flatten().cpu())
+    ratio = codes.integer_step(bits).double() / codes.scale[0].double()
+    return np.asarray(bf.values_by_scale(codes.weight_integers(bits).double(), ratio).flatten().cpu())
 
 
 def _artifact_facts(name: str, artifact: Artifact) -> dict[str, str]:
