@@ -243,7 +243,10 @@ def test_integer_kernels_leave_groups_to_exact_sums_and_say_so(caplog: pytest.Lo
     run_on_float(model)
     with caplog.at_level(logging.WARNING):
         live, _ = IntegerModel(model), IntegerModel(model)
-    assert caplog.messages == ["layer '0' of 2 run by exact sums, slowly: it has scales for groups of inputs"]
+    assert caplog.messages == [
+        "integer kernels do not serve 1 of 2 layers ('0'; layer '0': it has scales for groups of inputs); exact sums "
+        "do, slowly"
+    ]
     exact, x = code_exact(model), torch.rand(4, 24, generator=seeded(5))
     for setting in (8, (3, 6), 2):
         set_bits(live, setting)

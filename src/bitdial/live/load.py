@@ -105,7 +105,8 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     take = _itself if keep else torch.clone
 
     def make_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-        return _live_layers(artifact, layers, words, offered, take, _itself if own else torch.clone)
+        take_codes = _itself if own and not words else torch.clone  # integer kernels lay them out anew
+        return _live_layers(artifact, layers, words, offered, take, take_codes)
 
     live = _assemble(artifact, model, make_layers, take, bits=offered[0]).eval().requires_grad_(False)
     if own:

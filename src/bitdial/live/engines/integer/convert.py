@@ -7,6 +7,7 @@ from typing import cast
 from torch import nn
 
 from bitdial.dial.dial import SWITCHBOARD
+from bitdial.dial.plan import shortened
 from bitdial.live.codes import StoredCodes
 from bitdial.live.engines.exact import ExactLayer, ExactNorm, ExactPool
 from bitdial.live.engines.integer.engine import IntegerEngine, unsupported_reason
@@ -67,9 +68,11 @@ def _engines(modules: dict[str, nn.Module]) -> dict[str, IntegerEngine]:
         if isinstance(source := layer.codes.source, StoredCodes):
             source.stored = source.stored.clone()  # it may be a part of a whole file's memory
     if reasons:
-        first = next(iter(reasons))
-        others = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        _say_once(f"layer {first!r}{others} of {len(layers)} run by exact sums, slowly: {reasons[first]}")
+        first, names = next(iter(reasons)), shortened(list(reasons), most=20)
+        _say_once(
+            f"integer kernels do not serve {len(reasons)} of {len(layers)} layers ({names}; layer {first!r}: "
+            f"{reasons[first]}); exact sums do, slowly"
+        )
     return {name: IntegerEngine(layer) for name, layer in layers.items() if name not in reasons}
 
 
