@@ -119,7 +119,8 @@ def _layer_parts(
     entry["fed_by"] = layer.fed_by
     entry["group_size"] = rows.shape[1] // quantizer.scale_shape[1] if bf.has_groups(quantizer.scale_shape) else None
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
-    high, parts = layer.bit_choices[0], {}
+    high = layer.bit_choices[0]
+    parts: dict[str, Tensor] = {}
     if tied := stored_by.setdefault(weight, name) != name:  # type: ignore[arg-type]
         entry["tied_to"] = stored_by[weight]  # type: ignore[index]
     if not tied and quantizer.rule.narrows:

@@ -91,6 +91,8 @@ class PackedLayer(HidesWeight, nn.Module):
         if step.dim() < 2:
             return integers, step / factor
         rows, multipliers = bf.split_scale(step)
+        if not torch.equal(bf.join_scale(rows, multipliers), step):
+            raise QuantizationError(f"layer {self.name!r}: the scales of its groups are floats; it has no integer sums")
         return bf.values_by_scale(integers, multipliers.to(torch.int16)), rows / factor
 
     def act_parameters(self, bits: int | None = None) -> tuple[Tensor, Tensor | None]:
