@@ -253,10 +253,10 @@ def test_the_tie_rules_differ_on_these_weights(tmp_path: Path, prepared: Callabl
 def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], Any]) -> None:
     manifest = open_file(saved(activations="asymmetric")).manifest
     assert manifest.pop("written_by").startswith("bitdial ")
-    linear = {"type": "Linear", "shape": [6, 6], "bias": True, "activations": "asymmetric"}
+    linear = {"type": "Linear", "shape": [6, 6], "bias": True, "activations": "asymmetric", "group_size": None}
     norm = {"type": "BatchNorm2d", "eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
     conv = {"type": "Conv2d", "dilation": [1, 1], "padding": [1, 1], "padding_mode": "zeros"}
-    conv["activations"] = "asymmetric"
+    conv |= {"activations": "asymmetric", "group_size": None}
     assert manifest == {
         "kind": "artifact",
         "version": 2,
@@ -364,5 +364,5 @@ def test_names_with_slashes_do_not_collide(tmp_path: Path) -> None:
 def test_other_layers_are_not_for_artifacts() -> None:
     from bitdial.artifact import layer_table_entry
 
-    with pytest.raises(ArtifactError, match=r"layer 'x' is a Bilinear; an artifact holds Conv2d, Linear"):
+    with pytest.raises(ArtifactError, match=r"layer 'x' is a Bilinear; an artifact holds Conv1d, Conv2d"):
         layer_table_entry("x", nn.Bilinear(2, 2, 1))

@@ -1,0 +1,133 @@
+"""Starting scales of groups, and the start that clips nothing."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitdial import QuantConfig, prepare
+from bitdial import functional as bf
+from bitdial.prepare.config import STARTS
+from bitdial.prepare.initial_scales import activation_start, weight_scales
+
+LEARNED = ("double_rounding", "nested", "nested+8", "centred", "truncate")
+BITS = (8, 6, 4, 2)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def start_of(weight: Tensor, shape: tuple[int, ...], **settings: Any) -> Tensor:
+    config = QuantConfig(**{"bit_choices": BITS, **settings})
+    return weight_scales(weight, shape, name="x", config=config)[config.bit_choices[0]]
+
+
+def within_half_a_step(values: Tensor, weight: Tensor, scale: Tensor) -> bool:
+    """Up to the rounding of the values themselves."""
+    step = bf.values_by_scale(torch.ones_like(weight), scale)
+    return bool(((values - weight).abs() <= step / 2 + weight.abs() * 2**-22).all())
+
+
+def test_groups_start_as_shorter_rows_do() -> None:
+    weight = randn(4, 24, 3)
+    for scheme in LEARNED:
+        for start in STARTS:
+            grouped = start_of(weight, (4, 6), scheme=scheme, start=start, group_scales="float")
+            rows = start_of(weight.reshape(24, 12), (24,), scheme=scheme, start=start)
+            assert torch.equal(grouped, rows.reshape(4, 6)), (scheme, start)
+
+
+@pytest.mark.parametrize("high", [8, 4, 2])
+def test_the_full_range_clips_nothing_at_the_highest_width_and_wastes_nothing(high: int) -> None:
+    """Every weight is within half a step of its value, and the largest has the last code that is not clipped."""
+    weight = randn(5, 16) * torch.tensor([1e-3, 1.0, 50.0, 1.0, 1e-6])[:, None]
+    weight[3] = -weight[3].abs()
+    for scheme in ("double_rounding", "nested", "centred", "truncate", "lsq"):
+        for shape in ((1,), (5,), (5, 4)):
+            if shape == (5, 4) and scheme == "lsq":
+                continue
+            choices = {"bit_choices": (high,), "scheme": scheme, "start": "max", "group_scales": "float"}
+            scale = start_of(weight, shape, **choices)
+            assert scale.shape == shape
+            values = bf.fake_quantize(weight, scale, high=high, low=high, scheme=scheme)
+            assert within_half_a_step(values, weight, scale), (scheme, shape)
+            rows = weight.abs().reshape(scale.numel(), -1).amax(dim=1)
+            last = 2 ** (high - 1) if scheme == "centred" else 2 ** (high - 1) - 1
+            torch.testing.assert_close(scale.reshape(-1), rows / last)
+
+
+def test_a_phase_leaves_fewer_codes_above_zero() -> None:
+    weight = randn(3, 32)
+    scale = start_of(weight, (3,), scheme="nested+8", start="max")
+    torch.testing.assert_close(scale, weight.abs().amax(dim=1) / 119)
+    assert within_half_a_step(bf.fake_quantize(weight, scale, high=8, low=8, scheme="nested+8"), weight, scale)
+
+
+def test_the_full_range_of_two_levels_is_above_that_of_each_group() -> None:
+    weight = randn(6, 64) * torch.linspace(0.05, 1, 64)
+    for scheme in LEARNED:
+        floats = start_of(weight, (6, 8), scheme=scheme, start="max", group_scales="float")
+        scale = start_of(weight, (6, 8), scheme=scheme, start="max")
+        assert torch.equal(bf.two_level(scale), scale)  # what is used is what was started from
+        assert (scale >= floats * (1 - 1e-6)).all()
+        values = bf.fake_quantize(weight, scale, high=8, low=8, scheme=scheme)
+        assert within_half_a_step(values, weight, scale), scheme
+
+
+def test_a_group_of_zeros_takes_the_range_of_its_channel() -> None:
+    """Not that of the tensor: a row's scale is that of its largest group, and the others would be crushed."""
+    weight = randn(3, 12)
+    weight[0, 4:8] = 0
+    weight[1] = 0
+    weight[2] *= 1000
+    for start in STARTS:
+        scale = start_of(weight, (3, 3), start=start)
+        used = bf.two_level(scale)
+        assert (used > 0).all()
+        assert scale[0, 1] <= 30 * scale[0, [0, 2]].max()
+        codes = bf.quantize(weight, used, bits=8)
+        assert not codes[0, 4:8].any()
+        assert not codes[1].any()
+        assert codes[0, :4].any()
+
+
+@pytest.mark.parametrize("kind", ["unsigned", "signed", "asymmetric"])
+def test_the_full_range_of_activations(kind: str) -> None:
+    samples = torch.tensor([-0.7, 0.1, 2.5]) if kind != "unsigned" else torch.tensor([0.0, 0.1, 2.5])
+    scales, zero_points = activation_start(samples, name="x", bit_choices=BITS, kind=kind, start="max")
+    for bits in BITS:
+        reach = {"unsigned": 2.5 / (2**bits - 1), "signed": 2.5 / (2 ** (bits - 1) - 1)}
+        expected = reach.get(kind, 3.2 / (2**bits - 1))
+        assert float(scales[bits]) == pytest.approx(expected)
+        zero_point = zero_points.get(bits)
+        values = bf.fake_quantize_activation(samples, scales[bits], zero_point, bits=bits, kind=kind)
+        step = float(scales[bits])
+        assert ((values - samples).abs() <= step * (1.0 if kind == "asymmetric" else 0.5) * (1 + 1e-5)).all(), bits
+
+
+def test_the_largest_activation_seen_counts_not_a_sample_of_them() -> None:
+    """More values than are kept: the largest is at a place that is left out."""
+    x = torch.zeros(3, 40_000)
+    x[:, 0] = 1.0
+    model = nn.Sequential(nn.Linear(40_000, 1), nn.Linear(1, 1)).eval()
+    for place in (1, 2, 5):
+        x[1, place], before = 64.0, x[1, place].clone()
+        config = QuantConfig(start="max", keep_first_last=False, activations="unsigned", bit_choices=(8,))
+        prepared: Any = prepare(model, config, x)
+        assert prepared[0].act_quantizer.scales["8"].item() == pytest.approx(64 / 255)
+        x[1, place] = before
+    with torch.no_grad():
+        double = prepare(model.double(), config, x.double())
+    assert double[0].act_quantizer.scales["8"].dtype == torch.float64  # type: ignore[index, union-attr]
+
+
+def test_the_starts_of_channels_are_what_they_were() -> None:
+    """By hand for two of them."""
+    weight = randn(3, 40)
+    rows = weight.double().numpy()
+    three = np.maximum(abs(rows.mean(1) - 3 * rows.std(1)), abs(rows.mean(1) + 3 * rows.std(1))) / 128
+    np.testing.assert_allclose(start_of(weight, (3,), start="3std").numpy(), three, rtol=1e-5)
+    np.testing.assert_allclose(start_of(weight, (3,), start="max").numpy(), abs(rows).max(1) / 127, rtol=1e-6)
