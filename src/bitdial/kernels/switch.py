@@ -49,7 +49,7 @@ def grid_of(scheme: str) -> int:
     rule = bf.scheme_of(scheme)
     if rule.integers(1) == (1, 0):
         return PLAIN
-    return DOUBLED if rule.integers(0) == (2, 1) else NESTED + rule.phase
+    return DOUBLED if rule.integers(0) == (2, 1) else NESTED - rule.integers(0)[1]
 
 
 def send(numbers: Numbers, target: Tensor) -> None:
