@@ -297,10 +297,8 @@ def main() -> None:
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(chosen.workers, mp_context=spawn, max_tasks_per_child=20) as pool:
             chunks = {
-                pool.submit(
-                    work, folder, chosen.seed, start, min(chosen.chunk, chosen.first + chosen.count - start)
-                ): start
-                for start in starts
+                pool.submit(work, folder, chosen.seed, start, min(chosen.chunk, after - start)): start
+                for start in range(chosen.first, after, chosen.chunk)
             }
             for chunk in counted(as_completed(chunks), len(chunks), f"damaged files, {chosen.chunk} each"):
                 try:
