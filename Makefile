@@ -45,6 +45,7 @@ test: lint  ## lint, then the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-long: $(STAMP)  ## damaged files, kills, switches by the thousand: about an hour; results/reliability.json
+	OMP_NUM_THREADS=1 $(PY) tests/long/demo.py
 	OMP_NUM_THREADS=1 $(PY) tests/long/switches.py --count $(SWITCHES)
 	OMP_NUM_THREADS=1 $(PY) tests/long/kills.py --count $(KILLS)
 	OMP_NUM_THREADS=1 $(PY) tests/long/damaged_files.py --count $(FILES)
