@@ -6,6 +6,11 @@ PY := $(VENV)/bin/python
 # Written last, so an interrupted set-up is redone. Line 1: where the checkout was; line 2: PYTHON.
 STAMP := $(VENV)/.bitdial-setup
 
+# Cases of `make test-long`.
+FILES ?= 100000
+KILLS ?= 200
+SWITCHES ?= 10000
+
 BENCH ?= $(wildcard benchmarks/[!_]*.py)
 PYTEST_ARGS ?=
 CPUINFO ?= /proc/cpuinfo
@@ -25,10 +30,10 @@ export ONEDNN_MAX_CPU_ISA
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean FORCE
+.PHONY: help setup demo test test-long lint format bench clean FORCE
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "  Variables: PYTHON=$(PYTHON)  PYTEST_ARGS='-k packing'  BENCH=benchmarks/one.py"
 
 setup: $(STAMP)  ## make .venv and install bitdial with all extras (instant when up to date)
@@ -38,6 +43,12 @@ demo: $(STAMP)  ## train, ship and switch a small network; results in demo-out
 
 test: lint  ## lint, then the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+test-long: $(STAMP)  ## damaged files, kills, switches by the thousand: about an hour; results/reliability.json
+	OMP_NUM_THREADS=1 $(PY) tests/long/demo.py
+	OMP_NUM_THREADS=1 $(PY) tests/long/switches.py --count $(SWITCHES)
+	OMP_NUM_THREADS=1 $(PY) tests/long/kills.py --count $(KILLS)
+	OMP_NUM_THREADS=1 $(PY) tests/long/damaged_files.py --count $(FILES)
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .

@@ -41,16 +41,14 @@ def narrow_one(code: int, high: int, low: int, scheme: str, ties: str) -> int:
     return min(nearest, 2 ** (low - 1) - 1)
 
 
-def nested_value(stored: int, high: int, low: int, phase: int) -> Fraction:
+def nested_value(stored: int, high: int, low: int, phase: int) -> int:
     """What a stored code stands for at `low` bits, in steps of the stored codes.
 
     At the highest width it stands for itself, below for the middle of its cell [k, k + 1) * 2^shift; the phase, which
     was added before the code was stored, is taken away.
     """
-    if high == low:
-        return Fraction(stored - phase)
     cell = 2 ** (high - low)
-    return Fraction(stored // cell * cell) + Fraction(cell, 2) - phase
+    return stored // cell * cell + (cell // 2 if cell > 1 else 0) - phase
 
 
 def stored_codes(high: int, phase: int) -> range:

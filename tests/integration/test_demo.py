@@ -1,4 +1,4 @@
-"""The demo as the README has it: the whole path, and every promise it makes."""
+"""The demo with half of its epochs: the whole path, and every promise it makes; tests/long/demo.py has them all."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def test_a_file_in_place_of_the_folder_is_said_before_anything_trains(
 
 @pytest.mark.slow
 def test_demo_keeps_its_promises(tmp_path) -> None:
-    outcome = run_demo(tmp_path, progress=False)
+    outcome = run_demo(tmp_path, epochs=8, progress=False)
     result = json.loads((tmp_path / "demo.json").read_text())
     assert result == outcome.result
     assert set(result) == {"float_top1", "top1", "bytes", "artifact"}

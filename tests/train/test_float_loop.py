@@ -277,47 +277,63 @@ def start(script: Path, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=script.parent)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_process_that_is_ended_goes_on(number: signal.Signals, script: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = start(script, folder)
+def test_processes_that_are_ended_or_run_side_by_side(script: Path, tmp_path: Path) -> None:
+    """One is told to stop, one killed, each after its first epoch; two more train in one folder until they end."""
+    ended = {number: tmp_path / number.name for number in (signal.SIGTERM, signal.SIGKILL)}
+    both = tmp_path / "both"
+    stopped = {number: start(script, folder) for number, folder in ended.items()}
+    beside = [start(script, both) for _ in range(2)]
     try:
-        deadline = time.monotonic() + 60
-        while not (folder / UNFINISHED).exists() and time.monotonic() < deadline and process.poll() is None:
+        deadline, left = time.monotonic() + 120, set(ended)
+        while left and time.monotonic() < deadline:
+            for number in list(left):
+                if (ended[number] / UNFINISHED).exists() or stopped[number].poll() is not None:
+                    os.kill(stopped[number].pid, number)
+                    left.remove(number)
             time.sleep(0.005)
-        os.kill(process.pid, number)
-        _, stderr = process.communicate(timeout=60)
+        stderr = {number: process.communicate(timeout=120)[1] for number, process in stopped.items()}
+        messages = [process.communicate(timeout=120)[1] for process in beside]
     finally:
-        process.kill()
-    assert process.returncode == (1 if number == signal.SIGTERM else -signal.SIGKILL), stderr
-    assert UNFINISHED in names(folder)
-    assert FINISHED not in names(folder)
-    if number == signal.SIGTERM:
-        assert f"stopped by SIGTERM after step {saved_step(folder)}; run again to go on from" in stderr
+        for process in (*stopped.values(), *beside):
+            process.kill()
     run_here = runpy.run_path(str(script))["run"]
-    assert_same(run_here(folder / FINISHED), run_here(None))
+    whole = run_here(None)
+
+    for number, folder in ended.items():
+        expected = 1 if number == signal.SIGTERM else -signal.SIGKILL
+        assert stopped[number].returncode == expected, stderr[number]
+        assert UNFINISHED in names(folder)
+        assert FINISHED not in names(folder)
+        if number == signal.SIGTERM:
+            assert f"stopped by SIGTERM after step {saved_step(folder)}; run again to go on from" in stderr[number]
+        assert_same(run_here(folder / FINISHED), whole)
+
+    assert [process.returncode for process in beside] == [0, 0], messages
+    assert names(both) == [FINISHED]
+    assert_same(read_container(both / FINISHED, error=CheckpointError)[0], whole)
 
 
-@pytest.mark.parametrize("disturb", [kill, terminate])
-def test_a_whole_recipe_ends_in_the_same_file(
-    disturb: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_recipe_ends_in_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in its second epoch of float training; what is trained jointly after that has the same bits."""
-
-    def disturbed(*arrays: Tensor, **rest: Any) -> ArrayData:
-        return DisturbedData(*arrays, at=30, disturb=disturb, **rest)
 
     def recipe(folder: str) -> str:
         outcome = digits(RecipeOptions(out=tmp_path / folder, epochs=2, bit_choices=(4, 2), progress=False))
         return read_artifact(outcome.artifact).digest
 
-    monkeypatch.setattr(sys.modules["bitdial.recipes.digits"], "ArrayData", disturbed)
-    with pytest.raises((Killed, TrainingError)):
-        recipe("stopped")
-    assert names(tmp_path / "stopped") == [UNFINISHED]
-    monkeypatch.undo()
-    assert recipe("stopped") == recipe("whole")
-    assert names(tmp_path / "stopped") == ["digits.safetensors"]
+    whole = recipe("whole")
+    for disturb in (kill, terminate):
+
+        def disturbed(*arrays: Tensor, disturb: Callable[[], None] = disturb, **rest: Any) -> ArrayData:
+            return DisturbedData(*arrays, at=30, disturb=disturb, **rest)
+
+        folder = disturb.__name__
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["bitdial.recipes.digits"], "ArrayData", disturbed)
+            with pytest.raises((Killed, TrainingError)):
+                recipe(folder)
+        assert names(tmp_path / folder) == [UNFINISHED]
+        assert recipe(folder) == whole
+        assert names(tmp_path / folder) == ["digits.safetensors"]
 
 
 # --- several runs at once -------------------------------------------------------------------------
@@ -339,19 +355,6 @@ def test_runs_that_share_a_folder(at: int, end: int, tmp_path: Path) -> None:
     assert_same(run(SETTINGS["sgd"], make_data(at, another), tmp_path), whole)
     assert names(tmp_path) == [FINISHED]
     assert_same(read_container(tmp_path / FINISHED, error=CheckpointError)[0], whole)
-
-
-def test_processes_side_by_side(script: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    processes = [start(script, folder) for _ in range(2)]
-    try:
-        messages = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], messages
-    assert names(folder) == [FINISHED]
-    assert_same(read_container(folder / FINISHED, error=CheckpointError)[0], runpy.run_path(str(script))["run"](None))
 
 
 @pytest.mark.parametrize("disturb", [kill, terminate])

@@ -27,10 +27,13 @@ class DemoOutcome:
     exact_agreement: dict[int, float]
 
 
-def run_demo(out: Path, *, progress: bool = True) -> DemoOutcome:
-    """Train on the digits, save, reload and switch; leaves demo.safetensors, demo.json and demo.html in `out`."""
+def run_demo(out: Path, *, epochs: int | None = None, progress: bool = True) -> DemoOutcome:
+    """Train on the digits, save, reload and switch; leaves demo.safetensors, demo.json and demo.html in `out`.
+
+    `epochs`, of the float and of the joint training each, are the recipe's unless said.
+    """
     require_matplotlib()
-    outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", progress=progress, replace=True))
+    outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", epochs=epochs, progress=progress, replace=True))
     artifact = read_artifact(outcome.artifact)
     live = load(artifact)
     identical, agreement = _compare(outcome, live)

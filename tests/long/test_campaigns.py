@@ -1,0 +1,134 @@
+"""The campaigns of `make test-long`, each with a few cases; and that they notice what they are there to notice."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from bitdial import load, set_bits
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, ModuleType]:
+    """The scripts as modules; they import `campaign` from beside them."""
+    sys.path.insert(0, str(HERE))
+    found = {}
+    for name in ("damaged_files", "kills", "switches"):
+        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        found[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[name])
+    sys.path.remove(str(HERE))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bases(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of artifacts to damage."""
+    folder = tmp_path_factory.mktemp("bases")
+    scripts["damaged_files"].make_bases(folder)
+    return folder
+
+
+def test_kills(scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it; what another campaign has kept stays."""
+    out = tmp_path / "reliability.json"
+    out.write_text('{"other": 1, "kills": "old"}')
+    arguments = ["--count", "1", "--epochs", "1", "--kinds", "1", "--seed", "3"]
+    monkeypatch.setattr(sys, "argv", ["kills.py", "--out", str(out), *arguments])
+    scripts["kills"].main()
+    found = json.loads(out.read_text())
+    kept = found.pop("kills")
+    assert found == {"other": 1}
+    assert (kept["runs"], kept["failed"], kept["seed"]) == (1, 0, 3)
+    assert kept["kills"] >= 1
+    assert kept["command"] == "python tests/long/kills.py --count 1 --epochs 1 --kinds 1 --seed 3"
+    assert {"python", "torch", "bitdial"} <= set(kept["versions"])
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_switches(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    switches = scripts["switches"]
+    monkeypatch.setattr(switches, "EVERY", 5)
+    for kernels, config in switches.CASES.values():
+        figures, failures = switches.campaign(kernels, config, 20, 0)
+        assert failures == []
+        assert (figures["switches"], figures["compared_with_a_fresh_load"]) == (20, 4)
+    calls: list[int] = []
+
+    def forgetful(model: torch.nn.Module, setting: Any) -> None:
+        calls.append(1)
+        if len(calls) % 6 == 5:  # of six calls, the fifth is a switch that is compared, the sixth that of a fresh load
+            return
+        set_bits(model, setting)
+
+    monkeypatch.setattr(switches, "set_bits", forgetful)
+    assert len(switches.campaign("float", {}, 20, 0)[1]) >= 3
+
+
+@pytest.mark.parametrize("kind", ["bits", "cut", "splice", "manifest", "tensors"])
+def test_damage_is_damage(kind: str, scripts: dict[str, ModuleType], bases: Path) -> None:
+    """Every case is another file than the one it was made of, and cases can be repeated."""
+    damaged_files = scripts["damaged_files"]
+    whole = [path.read_bytes() for path in sorted(bases.glob("*.safetensors"))]
+    cases = [damaged_files.damaged(whole, 0, number) for number in range(60)]
+    chosen = [data for found, data in cases if found == kind]
+    assert chosen
+    assert not set(chosen) & set(whole)
+    assert cases == [damaged_files.damaged(whole, 0, number) for number in range(60)]
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    """The whole of it, in processes of its own."""
+    out = tmp_path / "reliability.json"
+    command = [sys.executable, str(HERE / "damaged_files.py"), "--out", str(out)]
+    command += ["--count", "40", "--first", "7", "--chunk", "25", "--workers", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = json.loads(out.read_text())["damaged_files"]
+    assert (kept["files"], kept["failed"], kept["refused"] + kept["consistent"]) == (40, 0, 40)
+    assert kept["refused"] > 20
+    assert sum(kept["kinds"].values()) == 40
+
+
+def test_undamaged_files_are_consistent(scripts: dict[str, ModuleType], bases: Path) -> None:
+    assert {scripts["damaged_files"].tried(path) for path in sorted(bases.iterdir())[::3]} == {"consistent"}
+
+
+def test_what_goes_wrong_is_noticed(
+    scripts: dict[str, ModuleType], bases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged_files, path = scripts["damaged_files"], sorted(bases.glob("*.safetensors"))[0]
+
+    def fails(_: Path) -> None:
+        raise KeyError("conv1")
+
+    def hangs(_: Path) -> None:
+        while True:
+            pass
+
+    def another(path: Path, calls: list[int] = []) -> torch.nn.Module:  # noqa: B006
+        calls.append(1)
+        live = load(path)
+        with torch.no_grad():
+            next(live.parameters()).add_(len(calls))
+        return live
+
+    for part, wrong, expected in (
+        ("read_artifact", fails, "KeyError: 'conv1'"),
+        ("load", hangs, "more than 0.05 s"),
+        ("load", another, "two outputs at 8"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(damaged_files, "SECONDS", 0.05 if wrong is hangs else 30)
+            patch.setattr(damaged_files, part, wrong)
+            assert damaged_files.tried(path) == expected
