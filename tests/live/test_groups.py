@@ -6,6 +6,7 @@ Plain: a float32 for each group.
 
 import copy
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,7 @@ from bitdial.live.layers import LiveLayer
 from bitdial.nn.layer_kinds import KIND_OF
 
 BITS = (8, 6, 4, 3, 2)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SCHEMES = ("double_rounding", "nested", "nested+8", "centred", "truncate", "adabits")
 CONV = {"in_channels": 8, "out_channels": 6, "kernel_size": 3, "padding": 1, "stride": 2}
 
@@ -260,21 +262,36 @@ def test_integer_kernels_leave_groups_to_exact_sums_and_say_so(caplog: pytest.Lo
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_packed_words_of_groups(plain: bool) -> None:
+    """In float32 the numbers of float kernels; in 16 bits the float64 product of the codes' values, rounded once."""
     for scheme in SCHEMES[1:]:
-        stored = grouped(nn.Linear(24, 5), 3, scheme, plain=plain)
+        stored = grouped(nn.Linear(96, 5), 3, scheme, plain=plain)
         packed = copy.deepcopy(stored)
         fields = nested_fields(BITS)
-        packed.codes.source = NestedWords(pack_words(stored.codes.stored, fields), fields, (5, 24))
+        packed.codes.source = NestedWords(pack_words(stored.codes.stored, fields), fields, (5, 96))
         packed.run_on(PackedEngine(packed))
-        assert packed.engine.scale.shape == (5, 3)
         models = on_float(stored), nn.Sequential(packed)
         exact, again = (code_exact(model) for model in models)
-        x = torch.randn(4, 24, generator=seeded(7))
+        x = torch.randn(4, 96, generator=seeded(7))
         for bits in BITS:
             for model in (*models, exact, again):
                 set_bits(model, bits)
             assert torch.equal(models[0](x), models[1](x)), (scheme, bits)
             assert torch.equal(exact(x), again(x)), (scheme, bits)
+            scales = stored.codes.scale[0].double()
+            if stored.codes.multipliers is not None:
+                scales = scales[:, None] * stored.codes.multipliers
+            steps = torch.from_numpy(codes_at(stored, bits) + offset_at(scheme, bits)).double() * 2.0 ** (8 - bits)
+            product = x.bfloat16().double() @ (steps * scales.repeat_interleave(32, dim=1)).T
+            expected = (product + stored.bias.double()).bfloat16()
+            if not torch.cuda.is_available() and not INTERPRETED:
+                assert torch.equal(models[1](x.bfloat16()), expected), (scheme, bits)
+
+
+def test_packed_words_refuse_small_groups(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups that are no multiple of 32 inputs run on float kernels, or are refused where no layer is left."""
+    artifact = grouped_artifact(tmp_path, "float", size=16)
+    with pytest.raises(ConfigError, match=r"layer 'up': its group_size=16 is no multiple of 32"):
+        load(artifact, Net(), kernels="packed")
 
 
 class Net(nn.Module):
@@ -282,22 +299,22 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.up(x)))
 
 
-def grouped_artifact(folder: Path, activations: str, *, plain: bool = False) -> Artifact:
-    """A file of Net whose scales were replaced by those of groups of 8 inputs."""
+def grouped_artifact(folder: Path, activations: str, *, plain: bool = False, size: int = 32) -> Artifact:
+    """A file of Net whose scales were replaced by those of groups of `size` inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = QuantConfig(scheme="centred", bit_choices=BITS, activations=activations, keep_first_last=False)
-        save(prepare(Net(), config, torch.rand(8, 16)), folder / "m")
+        save(prepare(Net(), config, torch.rand(8, 64)), folder / "m")
     artifact = read_artifact(folder / "m")
     generator = seeded(8)
     for name, entry in artifact.layers.items():
-        rows, groups = entry["shape"][0], entry["shape"][1] // 8
+        rows, groups = entry["shape"][0], entry["shape"][1] // size
         scale = artifact.tensors[f"{name}/weight_scale"]
         if plain:
             artifact.tensors[f"{name}/weight_scale"] = scale[:, :, None] * (
@@ -307,13 +324,13 @@ def grouped_artifact(folder: Path, activations: str, *, plain: bool = False) -> 
             artifact.tensors[f"{name}/weight_scale"] = scale / 8
             multipliers = torch.randint(1, 16, (rows, groups), generator=generator, dtype=torch.uint8)
             artifact.tensors[f"{name}/group_scale"] = multipliers
-        entry["group_size"] = 8
+        entry["group_size"] = size
     return artifact
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_files_with_groups_run_on_every_engine(tmp_path: Path, plain: bool) -> None:
-    artifact, x = grouped_artifact(tmp_path, "float", plain=plain), torch.rand(3, 16, generator=seeded(9))
+    artifact, x = grouped_artifact(tmp_path, "float", plain=plain), torch.rand(3, 64, generator=seeded(9))
     live = {kernels: load(artifact, Net(), kernels=kernels) for kernels in ("float", "packed", "integer")}
     exact = {kernels: code_exact(model) for kernels, model in live.items()}
     for bits in BITS:
@@ -330,13 +347,13 @@ def test_files_with_groups_run_on_every_engine(tmp_path: Path, plain: bool) -> N
 def test_onnx_files_have_blocks(tmp_path: Path, activations: str, plain: bool) -> None:
     onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     live = load(grouped_artifact(tmp_path, activations, plain=plain), Net())
-    x = torch.rand(4, 16, generator=seeded(10))
+    x = torch.rand(4, 64, generator=seeded(10))
     for bits in (8, 2):
         set_bits(live, bits)
         done = export_onnx(live, tmp_path / "m.onnx", x)
         nodes = [n for n in onnx.load(done.path).graph.node if n.op_type == "DequantizeLinear"]
         blocks = [{a.name: a.i for a in n.attribute}.get("block_size") for n in nodes]
-        assert blocks.count(8) == 2, blocks
+        assert blocks.count(32) == 2, blocks
         session = runtime.InferenceSession(str(done.path), onnx_session_options(), providers=["CPUExecutionProvider"])
         found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
         np.testing.assert_allclose(found, live(x).numpy(), rtol=1e-4, atol=1e-4)

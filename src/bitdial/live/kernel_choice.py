@@ -26,7 +26,10 @@ def unsupported_reason(artifact: Artifact, name: str) -> str | None:
         return f"scheme {artifact.scheme!r} has no integers to pack"
     if entry["type"] != "Linear":
         return f"it is a {entry['type']}"
-    return None if entry["activations"] == "float" else "its activations are quantised"
+    if entry["activations"] != "float":
+        return "its activations are quantised"
+    group_size = entry.get("group_size")
+    return None if group_size is None or group_size % 32 == 0 else f"its group_size={group_size} is no multiple of 32"
 
 
 def choose_kernels(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, kernels: str | None) -> str:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.packed_ops import DTYPES, packed_linear
+from bitdial.kernels.packed_ops import DTYPES, packed_linear, packed_scales
 from bitdial.live.engines.packed.words import NestedWords, PooledWords
 from bitdial.live.layers import LiveLayer
 
@@ -24,23 +24,30 @@ Words = NestedWords | PooledWords
 class PackedEngine(nn.Module):
     """Multiplies with the words that the layer's codes are.
 
-    Holds `scale`, float32, of one step between stored codes: (rows,) or (rows, groups), as the op takes it.
+    Holds `scale` (rows,) of one step between stored codes, and `group_scale` where groups of inputs have scales, as
+    `packed_scales` lays them out.
     """
 
     name = "packed kernels"
     scale: Tensor
+    group_scale: Tensor | None
 
     def __init__(self, layer: LiveLayer):
         super().__init__()
-        self.register_buffer("scale", layer.codes.weight_scale(), persistent=False)
+        scale, group_scale = _scales(layer)
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("group_scale", group_scale, persistent=False)
 
     def select(self, layer: LiveLayer, weight_bits: int, act_bits: int) -> None:
         """Read the words at `weight_bits` from now on."""
         words_of(layer).select(weight_bits)
 
     def refresh(self, layer: LiveLayer) -> None:
-        """Take the scale anew; nothing is made of the words."""
-        self.scale.copy_(layer.codes.weight_scale())
+        """Take the scales anew; nothing is made of the words."""
+        scale, group_scale = _scales(layer)
+        self.scale.copy_(scale)
+        if self.group_scale is not None and group_scale is not None:
+            self.group_scale.copy_(group_scale)
 
     def multiply(self, layer: LiveLayer, x: Tensor) -> Tensor:
         """The product at the selected width, in the type of the input or of autocast."""
@@ -54,19 +61,31 @@ class PackedEngine(nn.Module):
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         words, stored, offset = words_of(layer), layer.codes.bit_choices[0], layer.codes.offset(bits)
         flat = x.reshape(-1, columns)
-        y = packed_linear(flat, words.words, self.scale, bias, words.fields, bits, stored, offset)
+        how = words.fields, bits, stored, offset
+        y = packed_linear(flat, words.words, self.scale, bias, *how, self.group_scale)
         return y.view(*x.shape[:-1], layer.weight_shape[0])
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """The scale."""
-        return {"other": [self.scale]}
+        """The scales."""
+        return {"other": [self.scale] if self.group_scale is None else [self.scale, self.group_scale]}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scale = self.scale
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        if self.scale.dtype != scale.dtype:  # `.to(torch.bfloat16)` of a model must not round it
-            self.scale = scale.to(self.scale.device)
+        for name, held in before.items():
+            now = self._buffers[name]
+            if held is not None and now is not None and now.dtype != held.dtype:
+                self._buffers[name] = held.to(now.device)  # `.to(torch.bfloat16)` of a model must not round it
         return self
+
+
+def _scales(layer: LiveLayer) -> tuple[Tensor, Tensor | None]:
+    """The scales of `layer` as the op takes them: a scale for each row, and what its groups have beside it."""
+    codes, (rows, columns) = layer.codes, layer.weight_shape
+    if codes.multipliers is not None:
+        return packed_scales(codes.scale[0], codes.multipliers, columns=columns)
+    scale = codes.weight_scale()
+    return packed_scales(scale if scale.dim() == 2 else scale.expand(rows).clone(), columns=columns)
 
 
 def words_of(layer: LiveLayer) -> Words:
