@@ -23,7 +23,6 @@ from bitdial import (
 )
 from bitdial import functional as bf
 from bitdial.artifact import sizes
-from bitdial.live import layers as live_layers
 from bitdial.nn import QuantLayer
 from bitdial.planning.cost import measure_costs
 
@@ -130,7 +129,7 @@ def test_exact_sums_are_integer_sums_of_multiplied_codes(tmp_path: Path) -> None
 
 
 def test_a_weight_only_model_by_exact_sums(tmp_path: Path) -> None:
-    for kind in bf.GROUP_SCALES if hasattr(live_layers, "LiveLayer") else ("integer",):
+    for kind in bf.GROUP_SCALES:
         save(trained(activations="float", group_scales=kind), tmp_path / "m")
         live = load(tmp_path / "m", network(1), kernels="float")
         exact = code_exact(live)

@@ -26,7 +26,6 @@ from bitdial import (
     set_bits,
 )
 from bitdial import functional as bf
-from bitdial.live import layers as live_layers
 from bitdial.nn import KINDS, QuantLayer
 from bitdial.planning.cost import measure_costs
 
@@ -315,12 +314,7 @@ def test_costs_and_search() -> None:
 
 # --- live models --------------------------------------------------------------------------------
 
-needs_live_layers = pytest.mark.skipif(
-    not hasattr(live_layers, "LiveLayer"), reason="live layers of every kind come with LiveLayer"
-)
 
-
-@needs_live_layers
 def test_live_models_are_the_trained_ones_bit_for_bit(tmp_path: Path) -> None:
     for name, (make, batch) in NETWORKS.items():
         for scheme in (*NARROWING, *OTHERS):
@@ -333,7 +327,6 @@ def test_live_models_are_the_trained_ones_bit_for_bit(tmp_path: Path) -> None:
                 assert torch.equal(live(batch), model(batch)), (name, scheme, plan)
 
 
-@needs_live_layers
 def test_exact_sums_are_near_and_do_not_depend_on_the_batch(tmp_path: Path) -> None:
     for name, (make, batch) in NETWORKS.items():
         for scheme in (*NARROWING, *OTHERS):
@@ -349,7 +342,6 @@ def test_exact_sums_are_near_and_do_not_depend_on_the_batch(tmp_path: Path) -> N
                 assert near.float().mean() >= 0.5, (name, scheme, plan)  # a code near its border may go the other way
 
 
-@needs_live_layers
 def test_integer_kernels_are_the_exact_sums(tmp_path: Path) -> None:
     for name, (make, batch) in NETWORKS.items():
         save(trained(name), tmp_path / "m")
@@ -361,7 +353,6 @@ def test_integer_kernels_are_the_exact_sums(tmp_path: Path) -> None:
             assert torch.equal(live(batch), exact(batch)), (name, plan)
 
 
-@needs_live_layers
 def test_onnx(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
