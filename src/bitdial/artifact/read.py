@@ -73,7 +73,7 @@ _NORM: dict[str, type | tuple[type, ...]] = {
 def read_artifact(path: str | os.PathLike[str]) -> Artifact:
     """Read and check the artifact at `path`; ArtifactError names the file and what is wrong with it."""
     path = Path(path)
-    tensors, manifest, digest = read_container(path, error=ArtifactError)
+    tensors, manifest, digest = read_container(path, error=ArtifactError, shared=True)
     artifact = Artifact(manifest, tensors, digest, path.stat().st_size)
     try:
         _Checker(artifact).check()

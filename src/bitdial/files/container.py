@@ -70,11 +70,12 @@ def write_container(
 
 
 def read_container(
-    path: str | os.PathLike[str], *, error: type[BitdialError]
+    path: str | os.PathLike[str], *, error: type[BitdialError], shared: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any], str]:
     """The tensors, the manifest and the digest of the file at `path`, checked; `error` if anything is off.
 
-    The file is read once, into memory of which the tensors are parts.
+    The file is read once. With `shared`, the tensors are parts of that memory, which saves a copy. They begin wherever
+    their type can, and not where PyTorch's own memory begins: its random generators crash on such a state.
     """
     path = Path(path)
     try:
@@ -103,7 +104,7 @@ def read_container(
         raise error(f"{path}: its manifest is not JSON: {cause}") from cause
     if not isinstance(manifest, dict) or _deeper_than(_MOST_LEVELS, manifest):
         raise error(f"{path}: its manifest must be a JSON object of at most {_MOST_LEVELS} levels")
-    return tensors, manifest, digest
+    return tensors if shared else {name: tensor.clone() for name, tensor in tensors.items()}, manifest, digest
 
 
 def _read(path: Path) -> Tensor:
@@ -132,6 +133,7 @@ def _header(data: Tensor) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is no table of texts")
+    "".join((*metadata, *metadata.values(), *header)).encode()  # halves of a pair of UTF-16 are no text
     entries = {name: _entry(name, entry, 8 + size) for name, entry in header.items()}
     entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
     end = 8 + size
