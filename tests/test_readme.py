@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,12 @@ import bitdial
 from bitdial import BitdialError, QuantConfig, Rule, build_model, load, prepare, read_artifact, save
 from bitdial.artifact import sizes
 from bitdial.functional.bitstream import pack_bytes
+from bitdial.nn.layer_kinds import KIND_OF, KINDS
+from bitdial.nn.layers import QUANTIZED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOR_USERS = [path for path in PAGES if path.name != "extending.md"]  # which is for those who change bitdial itself
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 
 
@@ -36,8 +41,8 @@ def prose(text: str) -> str:
     return FENCE.sub("", text)
 
 
-def each_page() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
+def each_page(pages: list[Path] = PAGES) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", pages, ids=[str(path.relative_to(ROOT)) for path in pages])
 
 
 def run(name: str) -> dict[str, Any]:
@@ -89,6 +94,26 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
     names = run("docs/export.md")
     assert names["logits"].shape == (8, 10)
     assert torch.equal(names["program"].module()(names["x"]), load(in_tmp_path / "model.safetensors")(names["x"]))
+
+
+@pytest.fixture
+def tables_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """docs/extending.md adds to the tables of bitdial itself, and to the modules that can be imported."""
+    monkeypatch.setitem(sys.modules, "my_device", ModuleType("my_device"))
+    tables: list[dict[Any, Any]] = [KINDS, KIND_OF, QUANTIZED]
+    before = [dict(table) for table in tables]
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+
+
+def test_the_extending_page_runs(in_tmp_path: Path, tables_put_back: None) -> None:
+    names = run("docs/extending.md")
+    assert read_artifact("up.safetensors").layers["up"]["type"] == "ConvTranspose1d"
+    assert dict(bitdial.get_bits(names["live"])) == {"up": (2, 2)}
+    assert names["count_codes"](names["codes"], 4).sum() == 1000
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("bitdial::count_codes", "CPU")
 
 
 def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
@@ -226,7 +251,7 @@ def imported_from_bitdial(block: str) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.startswith("bitdial."))
 
 
-@each_page()
+@each_page(FOR_USERS)
 def test_code_imports_public_names_only(path: Path) -> None:
     names = {n for block in code_blocks(path.read_text(encoding="utf-8")) for n in imported_from_bitdial(block)}
     assert sorted(names - set(bitdial.__all__)) == []
