@@ -12,7 +12,7 @@ Contenders for each layer of a network, at its size for images of 224 x 224:
 
 All run as CUDA graphs. Inputs rotate over 128 MB, or 32 copies where that is less. `exact` says that the codes equal
 those of sums in float64. Weights are one int8 for each code, so at one layer the widths differ by nothing, but for
-centred codes (`nested`) of 8 bits, which take a sum of activations too: "integer halves". "integer centred" is the same
+codes of 8 bits by `centred`, which take a sum of activations too: "integer halves". "integer centred" is the same
 kernel at lower widths, which reads a number in memory to know; "integer" has no such number.
 
 A linear layer is a 1x1 convolution of one pixel: `--linear M N K` adds one, against bf16 matmul.
@@ -194,7 +194,7 @@ def measure(network: str, work: Work, options: argparse.Namespace) -> list[dict[
         }
         if name in KINDS:
             doubled = KINDS[name]
-            scheme, bits = ("double_rounding", 8) if doubled is None else ("nested", 8 if doubled else 7)
+            scheme, bits = ("double_rounding", 8) if doubled is None else ("centred", 8 if doubled else 7)
             row |= {"weight_bits": bits, "act_bits": 8, "scheme": scheme}
             codes = contenders[name][0]()
             row["exact"] = torch.equal(codes, work.reference(doubled=doubled)) if work.batch <= 32 else None

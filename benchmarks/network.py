@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=["resnet18", "resnet20", "resnet50", "mobilenet_v2"])
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--bits", nargs="+", type=int, choices=BIT_CHOICES, default=list(BIT_CHOICES))
-    parser.add_argument("--scheme", choices=["double_rounding", "nested"], default="double_rounding")
+    parser.add_argument("--scheme", choices=["double_rounding", "nested", "centred"], default="double_rounding")
     parser.add_argument("--first-and-last", nargs="+", choices=FIRST_AND_LAST, default=FIRST_AND_LAST)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--profile", action="store_true", help="print the kernels that take most of the time")

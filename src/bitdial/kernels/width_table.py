@@ -14,7 +14,7 @@ from torch import Tensor
 from bitdial import functional as bf
 
 SECOND = {None: 0, "nearest even": 1, "nearest up": 2, "floor": 3}
-PLAIN, DOUBLED, NESTED = 0, 1, 2  # how weight integers follow from codes; see `switch_ops`
+PLAIN, DOUBLED, NESTED = 0, 1, 2  # how weight integers follow from codes; see `kernels.switch`
 
 
 class Dial(NamedTuple):

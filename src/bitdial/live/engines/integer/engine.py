@@ -38,7 +38,7 @@ class IntegerEngine(BoardPart):
     """The operands of one layer, and the products with them.
 
     Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`,
-    `doubled` (None for codes that are never centred at 8 bits); see `bitdial.kernels.integer_ops`.
+    `doubled` (None for codes that are never centred at 8 bits); see `bitdial.kernels.operands`.
     """
 
     name = "integer kernels"
