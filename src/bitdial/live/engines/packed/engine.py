@@ -85,7 +85,8 @@ def _scales(layer: LiveLayer) -> tuple[Tensor, Tensor | None]:
     if codes.multipliers is not None:
         return packed_scales(codes.scale[0], codes.multipliers, columns=columns)
     scale = codes.weight_scale()
-    return packed_scales(scale if scale.dim() == 2 else scale.expand(rows).clone(), columns=columns)
+    one_for_all = len(scale) < rows  # else the op reads the scale where the codes have it
+    return packed_scales(scale.expand(rows).clone() if one_for_all else scale, columns=columns)
 
 
 def words_of(layer: LiveLayer) -> Words:
