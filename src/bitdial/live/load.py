@@ -28,8 +28,6 @@ from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
 from bitdial.nn.swap import swap_modules
 
-Take = Callable[[Tensor], Tensor]  # of a tensor of the file: itself, or a copy
-
 
 class _Options(NamedTuple):
     """The arguments of `load`."""
@@ -100,15 +98,13 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     if kernels == "packed":
         names = [name for name in artifact.layers if unsupported_reason(artifact, name) is None]
         words, board = packed_words(artifact, names, bit_choices=offered, device=device, master=master)
-    # Parts of the file keep all of it in memory: worth it if the codes are among them.
-    keep = own and kernels == "float" and device.type == "cpu" and _codes_are_parts(artifact)
-    take = _itself if keep else torch.clone
+    # Parts of the file keep all of it in memory, and begin anywhere: products of floats depend on where they begin.
+    laid_out_anew = own and kernels == "integer"
 
     def make_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-        take_codes = _itself if own and not words else torch.clone  # integer kernels lay them out anew
-        return _live_layers(artifact, layers, words, offered, take, take_codes)
+        return _live_layers(artifact, layers, words, offered, copy_codes=not laid_out_anew)
 
-    live = _assemble(artifact, model, make_layers, take, bits=offered[0]).eval().requires_grad_(False)
+    live = _assemble(artifact, model, make_layers, bits=offered[0]).eval().requires_grad_(False)
     if own:
         artifact.tensors.clear()
     if dtype is not None:
@@ -124,15 +120,6 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
         return IntegerModel(live, copy=False)
     run_on_float(live)
     return live
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _codes_are_parts(artifact: Artifact) -> bool:
-    """Whether layers can run on the file's tensors as they are."""
-    return not bf.scheme_of(artifact.scheme).narrows or artifact.bit_choices[0] == 8
 
 
 def _usable(device: str | torch.device) -> torch.device:
@@ -168,49 +155,48 @@ def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | N
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
     skeleton = built(artifact) if model is None else copy_of(model)
-    return _assemble(artifact, skeleton, trainable_layers, torch.clone, bits=artifact.bit_choices[0])
+    return _assemble(artifact, skeleton, trainable_layers, bits=artifact.bit_choices[0])
 
 
 def _assemble(
     artifact: Artifact,
     model: nn.Module,
     make_layers: Callable[[Artifact, dict[str, nn.Module]], dict[nn.Module, nn.Module]],
-    take: Take,
     *,
     bits: int,
 ) -> nn.Module:
-    """Put the file's content into `model`, in place; `take` says how it takes a tensor."""
+    """Put the file's content into `model`, in place."""
     layers, norms, floats = fit(artifact, model)
     for key, tensor in floats.items():
-        _fill(tensor, artifact.tensors[f"{FLOAT}{key}"], take)
+        _fill(tensor, artifact.tensors[f"{FLOAT}{key}"])
     for name, layer in layers.items():
         if (bias := artifact.part(name, "bias")) is not None:
-            layer.bias = nn.Parameter(take(bias))
+            layer.bias = nn.Parameter(bias.clone())
     new = make_layers(artifact, layers)
     for name, norm in norms.items():
-        new[norm] = _norm(artifact, name, norm, take)
+        new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
     setattr(model, STORED_PLANS, dict(artifact.plans))
     set_bits(model, bits)
     return model
 
 
-def _fill(tensor: Tensor, stored: Tensor, take: Take) -> None:
+def _fill(tensor: Tensor, stored: Tensor) -> None:
     """Give `tensor` the `stored` content, in place."""
     if tensor.is_contiguous():
-        tensor.data = take(stored)
+        tensor.data = stored.clone()
     else:  # laid out in another way, which stays
         tensor.data.copy_(stored)
 
 
-def _norm(artifact: Artifact, name: str, norm: nn.Module, take: Take) -> SwitchableBatchNorm:
+def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm:
     entry = artifact.norms[name]
     made = SwitchableBatchNorm(norm, bit_choices=artifact.bit_choices, follows=entry["follows"])
     if entry["fed_by"] is not None:
         made = TransitionalBatchNorm(made, fed_by=entry["fed_by"], transitions=entry.get("transitions", "full"))
     for part in norm.state_dict():
         for key, row in zip(made.holders(part), artifact.tensors[f"{name}/{part}"], strict=True):
-            _fill(made.sets[key].state_dict(keep_vars=True)[part], row, take)
+            _fill(made.sets[key].state_dict(keep_vars=True)[part], row)
     return made
 
 
@@ -219,8 +205,8 @@ def _live_layers(
     layers: dict[str, nn.Module],
     words: dict[str, nn.Module],
     offered: tuple[int, ...],
-    take: Take,
-    take_codes: Take,
+    *,
+    copy_codes: bool,
 ) -> dict[nn.Module, nn.Module]:
     """For each of the float `layers` its successor, without an engine: on `words` or on stored codes."""
     stored: dict[str, Tensor] = {}  # layers on one weight share it
@@ -229,9 +215,10 @@ def _live_layers(
         entry, owner = artifact.layers[name], artifact.owner(name)
         facts = CodeFacts(artifact.scheme, artifact.manifest["ties"], artifact.bit_choices, entry["activations"])
         if name not in words and owner not in stored:
-            stored[owner] = take_codes(_stored(artifact, owner))
+            codes_of_owner = _stored(artifact, owner)
+            stored[owner] = codes_of_owner.clone() if copy_codes else codes_of_owner
         source = words.get(name) or StoredCodes(stored[owner], artifact.bit_choices[0])
-        codes = Codes(facts, source, _scales(artifact, name, take, by_row=name in words))
+        codes = Codes(facts, source, _scales(artifact, name, by_row=name in words))
         widths = offered if name in words else artifact.bit_choices
         new[layer] = LiveLayer(KINDS[entry["type"]], layer, codes, name=name, bit_choices=widths)
     return new
@@ -243,11 +230,11 @@ def _stored(artifact: Artifact, owner: str) -> Tensor:
     return artifact.tensors[f"{owner}/weight"]
 
 
-def _scales(artifact: Artifact, name: str, take: Take, *, by_row: bool) -> CodeScales:
+def _scales(artifact: Artifact, name: str, *, by_row: bool) -> CodeScales:
     """The scales of a layer; with `by_row`, one for each row even if these are all the same."""
     owner = artifact.owner(name)
     weight = artifact.tensors[f"{owner}/weight_scale"]
     if by_row and weight.dim() == 2:
         weight = weight.expand(1, artifact.layers[name]["shape"][0])
     parts = artifact.part(owner, "group_scale"), artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
-    return CodeScales(take(weight), *(None if part is None else take(part) for part in parts))
+    return CodeScales(weight.clone(), *(None if part is None else part.clone() for part in parts))
