@@ -12,7 +12,7 @@ from bitdial import functional as bf
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import KINDS, kind_of
+from bitdial.nn import KINDS, QuantLayer, kind_of
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
@@ -93,7 +93,7 @@ class Artifact:
 
 def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
     """What the layer table says of the form of a layer; loading compares it with the model."""
-    kind = kind_of(layer)
+    kind = layer.kind if isinstance(layer, QuantLayer) else kind_of(layer)
     if kind is None:
         raise ArtifactError(f"layer {name!r} is a {type(layer).__name__}; an artifact holds {', '.join(KINDS)}")
     shape = kind.to_rows(layer, cast(Tensor, layer.weight).detach()).shape

@@ -1,7 +1,7 @@
 """The modules of a prepared model."""
 
 from bitdial.nn.batchnorm import TRANSITIONS, SwitchableBatchNorm, TransitionalBatchNorm
-from bitdial.nn.layer_kinds import KIND_OF, KINDS, LayerKind, kind_of
+from bitdial.nn.layer_kinds import KIND_OF, KINDS, LayerKind, kind_of, nearest_kind
 from bitdial.nn.layers import QUANTIZED, UNKNOWN, QuantConv2d, QuantLayer, QuantLinear
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 
@@ -20,4 +20,5 @@ __all__ = [
     "TransitionalBatchNorm",
     "WeightQuantizer",
     "kind_of",
+    "nearest_kind",
 ]

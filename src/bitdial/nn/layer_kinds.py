@@ -191,6 +191,21 @@ KINDS: dict[str, LayerKind] = {
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
 
 
+FORWARD = ("forward", "_conv_forward", "__call__", "_call_impl")  # what says how a layer computes
+
+
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """The kind of `layer`, also where its class is derived from one in the table; None if it is of no kind."""
+    """The kind of `layer`: its class is in the table, or derived from one there without changing how it computes."""
+    if "forward" in vars(layer):  # patched by somebody
+        return None
+    for each in type(layer).__mro__:
+        if each in KIND_OF:
+            return KIND_OF[each]
+        if any(name in vars(each) for name in FORWARD):
+            return None
+    return None
+
+
+def nearest_kind(layer: nn.Module) -> LayerKind | None:
+    """The kind that the class of `layer` is in some way derived from; it may compute something else."""
     return next((KIND_OF[each] for each in type(layer).__mro__ if each in KIND_OF), None)

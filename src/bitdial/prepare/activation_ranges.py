@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.nn import KIND_OF
+from bitdial.nn import kind_of
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 MOST_SAMPLES = 1 << 16
@@ -32,11 +32,12 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
     """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
+    gathers = {name: bool((kind := kind_of(layer)) and kind.gathers) for name, layer in layers.items()}
 
     def record(name: str, x: Tensor, arguments: int) -> None:
         entry = seen.setdefault(name, LayerInput())
         entry.last_call, entry.arguments = next(calls), max(entry.arguments, arguments)
-        if KIND_OF[type(layers[name])].gathers:
+        if gathers[name]:
             return
         flat = x.detach().reshape(-1)
         if flat.numel() == 0:

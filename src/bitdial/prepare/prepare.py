@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import ConfigError
 from bitdial.nn import (
-    KIND_OF,
     KINDS,
     QUANTIZED,
     UNKNOWN,
@@ -20,6 +19,7 @@ from bitdial.nn import (
     QuantLayer,
     SwitchableBatchNorm,
     WeightQuantizer,
+    kind_of,
 )
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
@@ -53,7 +53,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     check_weights(model)
     model = copy.deepcopy(model)
     turn_off_fast_paths(model)
-    candidates = {n: m for n, m in model.named_modules() if type(m) in KIND_OF}
+    candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None}
     if not candidates:
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)})")
     if "" in candidates:
@@ -89,7 +89,7 @@ def _quantized_layers(
     made: dict[str, QuantLayer] = {}
     first_of: dict[nn.Parameter, str] = {}  # tied weights share their scale, and so their codes
     for name, layer in chosen.items():
-        kind, treatment = KIND_OF[type(layer)], treatments[name]
+        kind, treatment = cast(LayerKind, kind_of(layer)), treatments[name]
         check_weight(name, layer)
         if reason := kind.unsupported_reason(layer):
             raise ConfigError(f"layer {name!r}: {reason}")

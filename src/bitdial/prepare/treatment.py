@@ -10,7 +10,7 @@ from torch import nn
 
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.functional import Granularity
-from bitdial.nn import KIND_OF, kind_of
+from bitdial.nn import LayerKind, kind_of, nearest_kind
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig, Rule
 
@@ -31,7 +31,7 @@ def decide(
     candidates: dict[str, nn.Module], inputs: dict[str, LayerInput], config: QuantConfig
 ) -> dict[str, Treatment]:
     """The treatment of each of `candidates`, given what calibration saw of them."""
-    gathers = {name for name, layer in candidates.items() if KIND_OF[type(layer)].gathers}
+    gathers = {name for name, layer in candidates.items() if cast(LayerKind, kind_of(layer)).gathers}
     order = [name for name in inputs if name not in gathers]
     kept = {order[0], max(order, key=lambda n: inputs[n].last_call)} if config.keep_first_last and order else set()
     granularity = Granularity(config.per_channel, config.group_size)
@@ -60,7 +60,7 @@ def decide(
 
 def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     by_name = rule.pattern is None or fnmatchcase(name, rule.pattern)
-    return by_name and (rule.type is None or rule.type == type(layer).__name__)
+    return by_name and rule.type in (None, type(layer).__name__, cast(LayerKind, kind_of(layer)).name)
 
 
 def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
@@ -105,11 +105,11 @@ def check_weights(model: nn.Module) -> None:
     Kinds that are quantised only where a rule asks for it are looked at when one does.
     """
     for name, module in model.named_modules():
-        kind = kind_of(module)
+        kind = nearest_kind(module)
         if kind is None or kind.gathers:
             continue
         check_weight(name, module)
-        if type(module) not in KIND_OF:
+        if kind_of(module) is None:
             log.warning(
                 "layer %r is a %s, a type that bitdial does not know; it stays in float", name, type(module).__name__
             )
