@@ -4,8 +4,8 @@
     python benchmarks/compare.py /tmp/before           # a table, and results/compare-h200.json (-cpu, -cuda)
     python benchmarks/compare.py /tmp/before --only train_step switch --repeats 3
 
-Each benchmark runs as a process of its own, with the sources of its tree, the older tree first, then this one, and so on.
-A row of one version meets the row of the other that says the same of itself: kernel, shape, bits. What a row measured is
+Each benchmark runs as a process of its own with the sources of its tree: the older tree, then this one, and so on. A
+row of one version meets the row of the other that says the same of itself: kernel, shape, bits. What a row measured is
 the least over the repeats, since what disturbs a run only makes it slower. Ratios are new / old: below 1 is better.
 """
 
