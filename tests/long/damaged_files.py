@@ -15,6 +15,7 @@ What fails the campaign: another exception, a process that dies, 30 seconds for 
 different outputs. Cases are numbered: `--first N --count 1` repeats case N.
 """
 
+import argparse
 import copy
 import dataclasses
 import hashlib
@@ -27,6 +28,7 @@ import struct
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -38,6 +40,7 @@ from campaign import counted, end, images, network, options, random_plan, record
 from bitdial import BitdialError, BitPlan, QuantConfig, get_bits, load, read_artifact, save, set_bits
 
 SECONDS = 30
+SHARES_A_PROCESS = 20
 MEMORY = 1 << 30
 DTYPES = ("F32", "F64", "F16", "BF16", "I8", "I16", "I32", "I64", "U8", "BOOL", "X", "")
 VALUES: list[Any] = [
@@ -45,6 +48,9 @@ VALUES: list[Any] = [
     "nested+8", "nested+" + "9" * 50, "../x", "\x00", "é" * 300, [], [[]], [8, 4, 2], [2, 4, 8], [8] * 9, {}, {"": {}},
     {"name": "mobilenet_v2", "arguments": {}}, {"layers": {}, "default": 4}, {"type": "Linear"},
 ]  # fmt: skip
+
+
+Share = tuple[Counter[str], list[str], float, float]  # what `work` found
 
 
 class TooLong(BaseException):
@@ -258,7 +264,7 @@ def resident() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def work(folder: Path, seed: int, first: int, count: int) -> tuple[Counter[str], list[str], float, float]:
+def work(folder: Path, seed: int, first: int, count: int) -> Share:
     """Try some cases: how many ended how, what failed, MiB that this process has grown by, the longest in seconds."""
     torch.set_num_threads(1)
     bases = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
@@ -282,6 +288,25 @@ def work(folder: Path, seed: int, first: int, count: int) -> tuple[Counter[str],
     return ends, failures, resident() - before, longest
 
 
+def shares(folder: Path, chosen: argparse.Namespace, starts: list[int]) -> Iterator[tuple[int, Share | None]]:
+    """The first case of each share and what came of it, None if its process died; processes are new now and then.
+
+    (`max_tasks_per_child` would renew them, but in Python 3.11 the pool waits forever once all have ended at a time.)
+    """
+    after, most = chosen.first + chosen.count, SHARES_A_PROCESS * chosen.workers
+    for at in range(0, len(starts), most):
+        with ProcessPoolExecutor(chosen.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            waiting = {
+                pool.submit(work, folder, chosen.seed, start, min(chosen.chunk, after - start)): start
+                for start in starts[at : at + most]
+            }
+            for done in as_completed(waiting):
+                try:
+                    yield waiting[done], done.result()
+                except BrokenProcessPool:
+                    yield waiting[done], None
+
+
 def main() -> None:
     """Run the campaign."""
     chosen = options(__doc__, 100_000, first=0, workers=2, chunk=500)
@@ -293,22 +318,17 @@ def main() -> None:
         folder = Path(name)
         make_bases(folder)
         bases = len(list(folder.iterdir()))
-        after = chosen.first + chosen.count
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(chosen.workers, mp_context=spawn, max_tasks_per_child=20) as pool:
-            chunks = {
-                pool.submit(work, folder, chosen.seed, start, min(chosen.chunk, after - start)): start
-                for start in range(chosen.first, after, chosen.chunk)
-            }
-            for chunk in counted(as_completed(chunks), len(chunks), f"damaged files, {chosen.chunk} each"):
-                try:
-                    found, wrong, grown, slowest = chunk.result()
-                except BrokenProcessPool:
-                    failures.append(f"the process died in cases {chunks[chunk]} to {chunks[chunk] + chosen.chunk - 1}")
-                    break
-                ends.update(found)
-                failures += wrong
-                growth, longest = max(growth, grown), max(longest, slowest)
+        starts = list(range(chosen.first, chosen.first + chosen.count, chosen.chunk))
+        for start, result in counted(
+            shares(folder, chosen, starts), len(starts), f"damaged files, {chosen.chunk} each"
+        ):
+            if result is None:
+                failures.append(f"the process died in cases {start} to {start + chosen.chunk - 1}")
+                break
+            found, wrong, grown, slowest = result
+            ends.update(found)
+            failures += wrong
+            growth, longest = max(growth, grown), max(longest, slowest)
     figures = {
         "files": chosen.count,
         "artifacts": bases,

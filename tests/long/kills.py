@@ -71,7 +71,11 @@ def start(folder: Path, kind: int, epochs: int) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str], folder: Path) -> str:
     """Wait for the end of a run; the digest of its file."""
-    _, errors = process.communicate(timeout=300)
+    try:
+        _, errors = process.communicate(timeout=600)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     if process.returncode:
         raise RuntimeError(f"a run ended with {process.returncode}: {errors[-2000:]}")
     return read_artifact(folder / "model.safetensors").digest
