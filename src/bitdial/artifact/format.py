@@ -12,7 +12,7 @@ from bitdial import functional as bf
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import KINDS, QuantLayer, kind_of
+from bitdial.nn import KINDS, QuantLayer, kind_of, usual_state
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
@@ -103,8 +103,13 @@ def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
 
 
 def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
-    """What the norm table says of a batch norm; loading compares it with the model."""
-    norm = cast(nn.modules.batchnorm._BatchNorm, norm)
+    """What the norm table says of a norm; loading compares it with the model.
+
+    `state` are the names of its tensors, if they are not those that PyTorch's norms have with these settings.
+    """
+    norm = cast(nn.modules.batchnorm._NormBase, norm)
+    state = norm.state_dict()
+    unusual = {"state": sorted(state)} if set(state) != usual_state(norm) else {}
     return {
         "type": type(norm).__name__,
         "num_features": norm.num_features,
@@ -112,6 +117,7 @@ def norm_table_entry(norm: nn.Module) -> dict[str, Any]:
         "momentum": None if norm.momentum is None else float(norm.momentum),
         "affine": norm.affine,
         "track_running_stats": norm.track_running_stats,
+        **unusual,
     }
 
 

@@ -23,7 +23,7 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import KINDS, UNKNOWN
+from bitdial.nn import KINDS, NORM_STATE, UNKNOWN
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -250,8 +250,10 @@ class _Checker:
 
     def _norm(self, name: str, entry: Any) -> None:
         label = f"norm {name!r}"
-        shared = {"transitions": str} if isinstance(entry, dict) and "transitions" in entry else {}
-        _fields(label, entry, {**_NORM, **shared})
+        optional = {"transitions": str, "state": list}
+        given = {key: kind for key, kind in optional.items() if isinstance(entry, dict) and key in entry}
+        _fields(label, entry, {**_NORM, **given})
+        shared = "transitions" in given
         if entry["follows"] not in self.artifact.layers:
             raise ArtifactError(f"{label}: it follows {entry['follows']!r}, which is not a quantised layer")
         if not _sizes((entry["num_features"],)) or not 0 <= entry["eps"] < math.inf:
@@ -267,15 +269,34 @@ class _Checker:
                 raise ArtifactError(f"{label}: it goes by {entry['fed_by']!r}, which is not a quantised layer")
             sets **= 2
             affine_sets = affine_sets if shared else sets
-        shape = (sets, entry["num_features"])
-        if entry["affine"]:
-            self._tensor(f"{name}/weight", torch.float32, (affine_sets, entry["num_features"]))
-            self._tensor(f"{name}/bias", torch.float32, (affine_sets, entry["num_features"]))
-        if entry["track_running_stats"]:
-            self._tensor(f"{name}/running_mean", torch.float32, shape)
-            if bool((self._tensor(f"{name}/running_var", torch.float32, shape) < 0).any()):
-                raise ArtifactError(f"{label}: a variance is negative")
-            self._tensor(f"{name}/num_batches_tracked", torch.int64, (sets,))
+        self._norm_state(name, entry, sets, affine_sets)
+
+    def _norm_state(self, name: str, entry: dict[str, Any], sets: int, affine_sets: int) -> None:
+        """The tensors of a norm: those that its settings call for, or those that it names."""
+        usual = [
+            *(NORM_STATE[:2] if entry["affine"] else ()),
+            *(NORM_STATE[2:] if entry["track_running_stats"] else ()),
+        ]
+        for part in entry.get("state", usual):
+            if not isinstance(part, str):
+                raise ArtifactError(f"norm {name!r}: {part!r} in its state is no name")
+            if part in ("weight", "bias"):
+                self._tensor(f"{name}/{part}", torch.float32, (affine_sets, entry["num_features"]))
+            elif part in ("running_mean", "running_var"):
+                tensor = self._tensor(f"{name}/{part}", torch.float32, (sets, entry["num_features"]))
+                if part == "running_var" and bool((tensor < 0).any()):
+                    raise ArtifactError(f"norm {name!r}: a variance is negative")
+            elif part == "num_batches_tracked":
+                self._tensor(f"{name}/{part}", torch.int64, (sets,))
+            else:
+                self._own_state(name, part, (sets, affine_sets))
+
+    def _own_state(self, name: str, part: str, rows: tuple[int, ...]) -> None:
+        """A tensor that a norm of the user's own has; loading compares its shape with the model's."""
+        tensor = self.artifact.part(name, part)
+        if tensor is None or tensor.dim() == 0 or len(tensor) not in rows:
+            raise ArtifactError(f"norm {name!r}: its tensor {part!r} is missing or does not hold its sets")
+        self._tensor(f"{name}/{part}", torch.float32 if tensor.is_floating_point() else tensor.dtype, tensor.shape)
 
     def _floats(self) -> None:
         tensors = self.artifact.tensors

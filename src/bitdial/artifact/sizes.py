@@ -44,9 +44,13 @@ def _norms_by_transitions(artifact: Artifact) -> dict[str, int]:
     """A norm has pairs if a quantised layer feeds the one that it follows, as `add_transitions` does it."""
     widths = len(artifact.bit_choices)
     found = dict.fromkeys(("none", *TRANSITIONS), 0)
-    for entry in artifact.norms.values():
-        affine = 2 * 4 * entry["num_features"] if entry["affine"] else 0
-        statistics = 2 * 4 * entry["num_features"] + 8 if entry["track_running_stats"] else 0
+    one_set = {name: {"affine": 0, "statistics": 0} for name in artifact.norms}
+    for key, tensor in artifact.tensors.items():
+        owner, _, part = key.rpartition("/")
+        if owner in one_set and _kind(artifact, key) == "norms":
+            one_set[owner]["affine" if part in ("weight", "bias") else "statistics"] += tensor.nbytes // len(tensor)
+    for name, entry in artifact.norms.items():
+        affine, statistics = one_set[name].values()
         unpaired = artifact.layers[entry["follows"]]["fed_by"] in (None, UNKNOWN)
         pairs = widths if unpaired else widths**2
         found["none"] += widths * (affine + statistics)

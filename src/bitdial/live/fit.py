@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.errors import ArtifactError
+from bitdial.nn import BATCH_NORMS
 
 # What the table says of a layer that the float layer does not know.
 NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
@@ -23,12 +24,14 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
         raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
         entry = {k: v for k, v in artifact.norms[name].items() if k not in ("follows", "fed_by", "transitions")}
-        if "SyncBatchNorm" in (entry["type"], type(norm).__name__):  # one trains on many devices what the other runs
-            del entry["type"]
-        if not isinstance(norm, nn.modules.batchnorm._BatchNorm):
+        if not isinstance(norm, nn.modules.batchnorm._NormBase):
             kind = type(norm).__name__
-            raise ArtifactError(f"norm {name!r}: the model has a {kind} there, the file a batch norm")
-        _compare(f"norm {name!r}", entry, norm_table_entry(norm))
+            raise ArtifactError(f"norm {name!r}: the model has a {kind} there, the file a {entry['type']}")
+        found = norm_table_entry(norm)
+        plain = {kind.__name__ for kind in BATCH_NORMS}
+        if "SyncBatchNorm" in (entry["type"], found["type"]) and {entry["type"], found["type"]} <= plain:
+            del entry["type"]  # one trains on many devices what the other runs
+        _compare(f"norm {name!r}", {"state": None, **entry}, found)
     return layers, norms, _fit_floats(artifact, model, (*layers.values(), *norms.values()))
 
 

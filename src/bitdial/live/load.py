@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.artifact import FLOAT, Artifact, read_artifact
 from bitdial.dial.dial import STORED_PLANS, set_bits
-from bitdial.errors import ConfigError
+from bitdial.errors import ArtifactError, ConfigError
 from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
 from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
@@ -194,8 +194,13 @@ def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm
     made = SwitchableBatchNorm(norm, bit_choices=artifact.bit_choices, follows=entry["follows"])
     if entry["fed_by"] is not None:
         made = TransitionalBatchNorm(made, fed_by=entry["fed_by"], transitions=entry.get("transitions", "full"))
-    for part in norm.state_dict():
-        for key, row in zip(made.holders(part), artifact.tensors[f"{name}/{part}"], strict=True):
+    for part, own in norm.state_dict().items():
+        stored, expected = artifact.tensors[f"{name}/{part}"], (len(made.holders(part)), *own.shape)
+        if tuple(stored.shape) != expected or stored.is_floating_point() != own.is_floating_point():
+            raise ArtifactError(
+                f"norm {name!r}: its {part} is {tuple(stored.shape)} in the file, and {expected} in the model"
+            )
+        for key, row in zip(made.holders(part), stored, strict=True):
             _fill(made.sets[key].state_dict(keep_vars=True)[part], row)
     return made
 

@@ -1,9 +1,9 @@
 """Batch norms with several sets of parameters and statistics: by bit-width, or by the widths of two layers."""
 
 import copy
-from typing import cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from bitdial.config import check_choice
 
@@ -11,9 +11,10 @@ TRANSITIONS = ("full", "statistics")
 
 
 class SwitchableBatchNorm(nn.Module):
-    """One plain batch norm per width in `sets`; the width is that of the weights of the layer named `follows`.
+    """One norm of any class per width in `sets`; the width is that of the weights of the layer named `follows`.
 
-    Statistics differ from width to width, so sharing one set is what breaks low widths first.
+    Statistics differ from width to width, so sharing one set is what breaks low widths first. Each set is a copy of the
+    whole norm: it computes as its class does, and all that it keeps is its own.
     """
 
     fed_by: str | None = None
@@ -53,21 +54,21 @@ class SwitchableBatchNorm(nn.Module):
         """The set in use."""
         return self.sets[self.key]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise with the set in use."""
-        return cast(Tensor, self.active(x))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise with the set in use, which takes the same arguments."""
+        return self.active(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"follows={self.follows!r}"
 
 
 class TransitionalBatchNorm(SwitchableBatchNorm):
-    """One plain batch norm for each pair: the width of the layer that feeds `follows`, and that of `follows` itself.
+    """One norm for each pair: the width of the layer that feeds `follows`, and that of `follows` itself.
 
     In a mixed plan neighbours have different widths, and what a norm sees depends on both (Bit-Mixer). `fed_by` is the
     layer that feeds `follows`. `transitions` says what a pair has of its own: everything ("full"), or its statistics
-    only ("statistics"). Then the pairs of one own width share weight and bias, which act on what is normalised already;
-    a pass in training mode is the same as with one set per width.
+    only ("statistics"). Then the pairs of one own width share weight and bias, which act on what is normalised already,
+    and any other parameter of the norm; a pass in training mode is the same as with one set per width.
     """
 
     def __init__(self, norm: SwitchableBatchNorm, *, fed_by: str, transitions: str = "full"):
@@ -75,11 +76,13 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
         check_choice("transitions", transitions, TRANSITIONS)
         super().__init__(norm.sets[norm.set_names()[0]], bit_choices=norm.bit_choices, follows=norm.follows)
         self.fed_by, self.transitions = fed_by, transitions
+        self.shared = frozenset(n for n, _ in self.sets[self.key].named_parameters() if transitions == "statistics")
         for fed, own in self.pairs():
             self.sets[f"{fed}-{own}"].load_state_dict(norm.sets[str(own)].state_dict())
-            if transitions == "statistics":
-                holder, pair = self.sets[f"{self.bit_choices[0]}-{own}"], self.sets[f"{fed}-{own}"]
-                pair.weight, pair.bias = holder.weight, holder.bias
+            holder, pair = self.sets[f"{self.bit_choices[0]}-{own}"], self.sets[f"{fed}-{own}"]
+            for parameter in self.shared:
+                module, _, name = parameter.rpartition(".")
+                setattr(pair.get_submodule(module), name, holder.get_parameter(parameter))
 
     def pairs(self) -> list[tuple[int, int]]:
         """(width of the feeding layer, own width) of each set, in the order of `set_names`."""
@@ -97,7 +100,7 @@ class TransitionalBatchNorm(SwitchableBatchNorm):
 
     def _shares(self, part: str) -> bool:
         """Whether the pairs of one own width share the tensor `part`, that of the first pair."""
-        return self.transitions == "statistics" and part in ("weight", "bias")
+        return part in self.shared
 
     @property
     def key(self) -> str:

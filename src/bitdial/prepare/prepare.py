@@ -27,10 +27,17 @@ from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.dataflow import find_flow
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
-from bitdial.prepare.treatment import Treatment, check_weight, check_weights, decide, without_float_owners
+from bitdial.prepare.norms import find_norms, warn_of_kept
+from bitdial.prepare.treatment import (
+    Treatment,
+    check_initialised,
+    check_weight,
+    check_weights,
+    decide,
+    without_float_owners,
+)
 
 log = logging.getLogger(__name__)
-NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence[Batch]) -> nn.Module:
@@ -50,10 +57,12 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
+    check_initialised(model)
     check_weights(model)
     model = copy.deepcopy(model)
     turn_off_fast_paths(model)
-    candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None}
+    norms = find_norms(model, switch_norms=config.switch_norms)
+    candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None and norms.holder(n) is None}
     if not candidates:
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)})")
     if "" in candidates:
@@ -66,15 +75,17 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
             "no layer is left to quantise: the first and the last executed layer stay in float "
             "(keep_first_last) and rules may exclude more"
         )
-    norms = {n: m for n, m in model.named_modules() if type(m) in NORMS} if config.switch_norms else {}
-    flow = find_flow(model, chosen, norms, batches[0])
+    flow = find_flow(model, chosen, norms.switch, batches[0])
+    norms.keep_unconnected(flow.leaders)
+    warn_of_kept(norms)
 
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in _quantized_layers(chosen, inputs, treatments, config).items():
         layer.fed_by = flow.feeders.get(name, UNKNOWN)
         new[chosen[name]] = layer
     for name, leader in flow.leaders.items():
-        new[norms[name]] = SwitchableBatchNorm(norms[name], bit_choices=config.bit_choices, follows=leader)
+        norm = norms.switch[name]
+        new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=leader)
     swap_modules(model, new)
     return model
 

@@ -99,6 +99,17 @@ def without_float_owners(
     return chosen
 
 
+def check_initialised(model: nn.Module) -> None:
+    """Refuse lazy modules, whose sizes are not known yet."""
+    for name, module in model.named_modules():
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(nn.parameter.is_lazy(tensor) for tensor in own):
+            raise ConfigError(
+                f"layer {name!r} is a {type(module).__name__} whose sizes are not known yet; run the model on a batch "
+                "once, then prepare it"
+            )
+
+
 def check_weights(model: nn.Module) -> None:
     """Refuse layers whose weight cannot be quantised, and say which stay in float because of their type.
 

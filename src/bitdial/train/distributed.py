@@ -61,7 +61,7 @@ def average_norms(model: nn.Module) -> None:
         for norm in module.sets.values()
         if norm is not module.active
     }
-    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m not in resting]
+    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m not in resting]
     statistics = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
     if not statistics:
         return

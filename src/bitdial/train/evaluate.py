@@ -1,7 +1,7 @@
 """Accuracy at a setting, and norm statistics for one."""
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -111,21 +111,32 @@ def _norms_in_use(model: nn.Module) -> dict[nn.Module, str]:
 @contextmanager
 def _averaging(norms: Collection[nn.Module]) -> Iterator[None]:
     """Let `norms` forget their statistics and average those of what they see in a block; an error gives them back."""
-    momenta = [norm.momentum for norm in norms]
+    momenta, hooks = [norm.momentum for norm in norms], []
     before = [(part, part.clone()) for norm in norms for part in norm.buffers()]
     try:
         for norm in norms:
             norm.reset_running_stats()  # type: ignore[operator]
-            norm.momentum = None  # type: ignore[assignment]  # a cumulative average
-            norm.train()
+            hooks.append(norm.register_forward_pre_hook(_cumulative(itertools.count(1))))
+            norm.training = True
         yield
     except BaseException:
         for part, value in before:
             part.copy_(value)
         raise
     finally:
+        for hook in hooks:
+            hook.remove()
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
+
+
+def _cumulative(calls: Iterator[int]) -> Callable[..., None]:
+    """A hook that makes a norm's statistics the plain average over `calls`; not all norms take None as that."""
+
+    def hook(norm: nn.Module, args: Any) -> None:
+        norm.momentum = 1.0 / next(calls)  # type: ignore[assignment]
+
+    return hook
 
 
 def _check_inputs(batch: Batch, number: int, first: Batch) -> None:

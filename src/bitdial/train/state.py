@@ -84,7 +84,7 @@ def _check_finite(model: nn.Module, step: int) -> None:
     statistics = (
         (f"{name}.{key}", value)
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if isinstance(module, nn.modules.batchnorm._NormBase)
         for key, value in module.named_buffers()
     )
     for name, value in (*model.named_parameters(), *statistics):

@@ -28,8 +28,9 @@ border between two codes may land on either side. Here every sum is a sum of int
   multiplier = float32(weight / sqrt(var + eps)), offset = float32(bias - mean * weight / sqrt(var + eps)), both
   computed in float64 from left to right.
 
-Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are; sums that a
-model takes by function (`x.mean(...)`, attention) are float32 sums and outside this definition.
+Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are, so do norms of
+a class that changes how a batch norm computes; sums that a model takes by function (`x.mean(...)`, attention) are
+float32 sums and outside this definition.
 
 This file judges the others: nothing here comes from another engine, and no engine inherits from it.
 """
@@ -49,6 +50,7 @@ from bitdial.functional.fixed_point import fixed_point, mean_of_images
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy, take_over
 from bitdial.nn.layer_kinds import CONV2D, LINEAR, LayerKind
+from bitdial.nn.norms import batch_norm_type
 from bitdial.nn.swap import swap_modules
 
 _SUM_BITS = 52
@@ -74,6 +76,8 @@ def run_exactly(model: nn.Module) -> nn.Module:
             module.run_on(ExactEngine())
         elif (make := _EXACT.get(type(module))) is not None:
             new[module] = make(module)
+        elif batch_norm_type(module) is not None:
+            new[module] = ExactNorm(module)
     swap_modules(model, new)
     return model.eval()
 
@@ -234,7 +238,7 @@ class ExactNorm(nn.Module):
     def __init__(self, norm: nn.Module):
         super().__init__()
         take_over(self, norm)
-        self.plain_type = type(norm)
+        self.plain_type = batch_norm_type(norm)
 
     def forward(self, input: Tensor) -> Tensor:
         """y * multiplier + offset."""
@@ -252,8 +256,8 @@ def norm_affine(norm: Any) -> Tensor:
     if norm.running_mean is None or norm.running_var is None:
         raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
     mean, variance = _float64(norm.running_mean), _float64(norm.running_var)
-    weight = _float64(norm.weight) if norm.affine else np.ones_like(mean)
-    bias = _float64(norm.bias) if norm.affine else np.zeros_like(mean)
+    weight = np.ones_like(mean) if norm.weight is None else _float64(norm.weight)
+    bias = np.zeros_like(mean) if norm.bias is None else _float64(norm.bias)
     deviation = np.sqrt(variance + norm.eps)
     lines = np.stack([weight / deviation, bias - mean * weight / deviation])
     return torch.from_numpy(lines.astype(np.float32))
@@ -312,6 +316,5 @@ def pool_bits(x: Tensor) -> int:
 FLOAT_KINDS: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in (CONV2D, LINEAR)}
 _EXACT: dict[type[nn.Module], Callable[[nn.Module], nn.Module]] = {
     **dict.fromkeys(FLOAT_KINDS, ExactLayer),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), ExactNorm),
     **dict.fromkeys((nn.AvgPool2d, nn.AdaptiveAvgPool2d), ExactPool),
 }

@@ -325,4 +325,4 @@ def _quantizes(fast: fx.GraphModule, node: fx.Node) -> bool:
 
 def _is_norm(module: nn.Module) -> bool:
     norms = module.sets.values() if isinstance(module, SwitchableBatchNorm) else [module]
-    return all(type(norm) is nn.BatchNorm2d for norm in norms)
+    return all(type(norm) is nn.BatchNorm2d and (norm.weight is None) == (norm.bias is None) for norm in norms)

@@ -12,7 +12,7 @@ from bitdial.live.codes import StoredCodes
 from bitdial.live.engines.exact import ExactLayer, ExactNorm, ExactPool
 from bitdial.live.engines.integer.engine import IntegerEngine, unsupported_reason
 from bitdial.live.engines.integer.float_layers import FixedPointLayer, FixedPointPool, serves_float
-from bitdial.live.engines.integer.norms import IntegerNorm, IntegerSwitchableNorm, has_statistics
+from bitdial.live.engines.integer.norms import IntegerNorm, IntegerSwitchableNorm, is_affine
 from bitdial.live.engines.integer.switchboard import Switchboard
 from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
@@ -52,9 +52,9 @@ def _successors(modules: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
             new[module] = FixedPointLayer(module, name)
         elif isinstance(module, ExactPool) and module.is_global:
             new[module] = FixedPointPool(module)
-        elif isinstance(module, SwitchableBatchNorm) and has_statistics(module):
+        elif isinstance(module, SwitchableBatchNorm) and is_affine(module):
             new[module] = IntegerSwitchableNorm(module)
-        elif isinstance(module, ExactNorm) and module not in in_sets and has_statistics(module):
+        elif isinstance(module, ExactNorm) and module not in in_sets and is_affine(module):
             new[module] = IntegerNorm(module)
     return new
 

@@ -102,16 +102,16 @@ class IntegerSwitchableNorm(nn.Module):
         assert self.operands.board is not None
         self.operands.board.select_alone(self.operands, bits, bits if fed_bits is None else fed_bits)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Normalise with the set in use."""
-        return normalize(x, self.affine_now)
+        return normalize(input, self.affine_now)
 
     def plain(self) -> nn.Module:
         """The float norm, at the same selection."""
         made: nn.Module = self.plain_type.__new__(self.plain_type)
         nn.Module.__init__(made)
         state = vars(self)
-        for key in ("follows", "fed_by", "transitions", "bit_choices", "bits", "fed_bits", "training"):
+        for key in ("follows", "fed_by", "transitions", "shared", "bit_choices", "bits", "fed_bits", "training"):
             if key in state:
                 setattr(made, key, state[key])
         made.sets = self.sets
@@ -123,7 +123,11 @@ def _refresh(norm: Any, keys: object) -> None:
     norm.refresh()
 
 
-def has_statistics(norm: nn.Module) -> bool:
-    """Whether all batch norms in `norm` keep running statistics, which the kernels need."""
-    exact = [each for each in norm.modules() if isinstance(each, ExactNorm)]
-    return all(each.running_mean is not None and each.running_var is not None for each in exact)
+def is_affine(norm: nn.Module) -> bool:
+    """Whether `norm`, or each of its sets, is a batch norm with statistics: one multiplication and one addition.
+
+    Norms of other classes may compute anything; they run as they are.
+    """
+    sets = norm.sets.values() if isinstance(norm, SwitchableBatchNorm) else [norm]
+    exact = [each for each in sets if isinstance(each, ExactNorm)]
+    return len(exact) == len(sets) and all(each.running_mean is not None for each in exact)
