@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from bitdial import BitPlan, QuantConfig, build_model, load, load_trainable, prepare, read_artifact, save, set_bits
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
+from bitdial.files import container
 from bitdial.prepare.transitions import add_transitions
 
 PLANS = {
@@ -94,6 +97,18 @@ def test_wrapped_models(tmp_path: Path, prepared: Callable[..., nn.Module]) -> N
 
     digest = save(prepared(), tmp_path / "plain")
     assert save(Compiled(nn.DataParallel(prepared())), tmp_path / "wrapped") == digest
+    assert save(AveragedModel(nn.DataParallel(prepared())), tmp_path / "averaged") == digest
+
+
+def test_a_prepared_model_inside_another(tmp_path: Path, small: Callable[..., nn.Module], inputs: Tensor) -> None:
+    """Norms follow layers by the names that these had in the prepared model."""
+    ready = nn.Sequential(prepare(small(), QuantConfig(start="3std"), inputs).eval())
+    save(ready, tmp_path / "m")
+    live = load(tmp_path / "m", nn.Sequential(small()))
+    for bits in (8, 2):
+        set_bits(ready, bits)
+        set_bits(live, bits)
+        assert torch.equal(ready(inputs), live(inputs))
 
 
 def test_a_new_file_replaces_the_old(saved: Callable[..., Path], prepared: Callable[..., nn.Module]) -> None:
@@ -248,6 +263,125 @@ def test_state_that_is_not_a_tensor(tmp_path: Path, prepared: Callable[..., nn.M
     assert nothing_but(tmp_path)
 
 
+# --- what load would refuse is not written ----------------------------------------------------------
+
+
+def compiled_part(model: nn.Module) -> None:
+    model.conv = torch.compile(model.conv, backend="eager")
+
+
+def half_bias(model: nn.Module) -> None:
+    model.conv.bias = nn.Parameter(model.conv.bias.detach().half())
+
+
+def wide_act_scale(model: nn.Module) -> None:
+    model.conv.act_quantizer.scales["4"] = nn.Parameter(model.conv.act_quantizer.scales["4"].detach().double())
+
+
+def wide_weight_scale(model: nn.Module) -> None:
+    model.conv.weight_quantizer.scale = nn.Parameter(model.conv.weight_quantizer.scale.detach().double())
+
+
+def negative_variance(model: nn.Module) -> None:
+    model.norm.sets["4"].running_var[0] = -1.0
+
+
+def complex_buffer(model: nn.Module) -> None:
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex64))
+
+
+def sparse_buffer(model: nn.Module) -> None:
+    model.register_buffer("mask", torch.eye(3).to_sparse())
+
+
+def lazy_layer(model: nn.Module) -> None:
+    model.late = nn.LazyLinear(3)
+
+
+def meta_buffer(model: nn.Module) -> None:
+    model.register_buffer("nowhere", torch.ones(2, device="meta"))
+
+
+def extra_state(model: nn.Module) -> None:
+    class Extra(nn.Identity):
+        def get_extra_state(self) -> Any:
+            return torch.ones(2)
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model.extra = Extra()
+
+
+def another_scheme(model: nn.Module) -> None:
+    other = prepare(nn.Sequential(nn.Linear(3, 3)), NESTED, torch.ones(1, 3))
+    model.other = other
+
+
+def deep_metrics(model: nn.Module) -> dict[str, Any]:
+    deep: list[Any] = []
+    for _ in range(950):
+        deep = [deep]
+    return {"metrics": {"deep": deep}}
+
+
+NESTED = QuantConfig(scheme="nested", keep_first_last=False)
+REFUSED: list[tuple[Callable[[nn.Module], dict[str, Any] | None], str]] = [
+    (compiled_part, r"'conv' is a compiled module.*model\.conv\.compile\(\)"),
+    (half_bias, r"was not written, since load\(\) would refuse it: the tensor 'conv/bias' is .*untouched"),
+    (wide_act_scale, r"'conv/act_scale' is torch\.float64.*\.float\(\)"),
+    (wide_weight_scale, r"'conv/weight_scale' is torch\.float64"),
+    (negative_variance, r"norm 'norm': a variance is negative"),
+    (complex_buffer, r"phase' \(torch\.complex64\); convert it, or keep it out"),
+    (sparse_buffer, r"mask' is sparse"),
+    (lazy_layer, r"late\.weight' is lazy"),
+    (meta_buffer, r"nowhere' is on the meta device"),
+    (extra_state, r"'extra\._extra_state' is no parameter or buffer"),
+    (another_scheme, r"layer 'other\.0' has scheme='nested' and layer 'conv' 'double_rounding'"),
+    (deep_metrics, r"900 levels|recursion"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_cannot_be_loaded_is_not_written(
+    saved: Callable[..., Path],
+    prepared: Callable[..., nn.Module],
+    change: Callable[[nn.Module], dict[str, Any] | None],
+    words: str,
+) -> None:
+    path = saved()
+    before = path.read_bytes()
+    model = prepared()
+    with torch.no_grad():
+        given = change(model) or {}
+    with pytest.raises(ArtifactError, match=words):
+        save(model, path, **given)
+    with pytest.raises(ArtifactError, match=words):
+        save(model, path.parent / "new", **given)
+    assert path.read_bytes() == before
+    assert nothing_but(path.parent, path.name)
+
+
+def test_what_was_written_is_read_before_it_takes_its_name(
+    saved: Callable[..., Path], prepared: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not keep what it was given."""
+    path = saved()
+    before = path.read_bytes()
+
+    def damaging(tensors: Any, target: Path, metadata: Any) -> None:
+        save_file(tensors, target, metadata)
+        data = bytearray(target.read_bytes())
+        data[-1] ^= 1
+        target.write_bytes(data)
+
+    monkeypatch.setattr(container, "save_file", damaging)
+    with pytest.raises(ArtifactError, match=rf"{path} was not written.* the file is damaged"):
+        save(prepared(), path)
+    assert path.read_bytes() == before
+    assert nothing_but(path.parent, path.name)
+
+
 # --- what is written can be read --------------------------------------------------------------------
 
 
@@ -301,6 +435,28 @@ def scalar_buffer(model: nn.Module) -> None:
     model.register_buffer("short", torch.ones(2, dtype=torch.bfloat16))
 
 
+def odd_tensors(model: nn.Module) -> None:
+    """Of other types, not contiguous, parts of one memory, under names with a slash, not persistent, without values."""
+    base = torch.arange(12.0)
+    buffers = {"float64": base.double(), "flipped": base.view(3, 4).t(), "wide": torch.ones(1).expand(4), "none": None}
+    for name, tensor in {**buffers, "all": base, "part": base[3:], "again": base, "a/b": base.clone()}.items():
+        model.register_buffer(name, tensor)
+    model.register_buffer("passing", torch.ones(2), persistent=False)
+    model.register_parameter("counts", nn.Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False))
+    model.nothing = nn.Sequential(nn.Identity(), nn.ModuleList())
+
+
+def slashes(model: nn.Module) -> None:
+    """A quantised layer that is first found under a name which reads like a tensor of another."""
+    layers = dict(model._modules)
+    model._modules.clear()
+    model._modules.update({"conv/bias": layers["depth"], **layers})
+
+
+def channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)
+
+
 def infinite_mask(model: nn.Module) -> None:
     model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
 
@@ -320,6 +476,9 @@ def infinite_mask(model: nn.Module) -> None:
         architecture_object,
         architecture_dict,
         scalar_buffer,
+        odd_tensors,
+        slashes,
+        channels_last,
         infinite_mask,
     ],
     ids=lambda f: f.__name__,

@@ -19,6 +19,7 @@ VERSION = 2
 OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
 OLD_KINDS = ("Conv2d", "Linear")  # those that version 1 had
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
+EXTRA_STATE = "_extra_state"  # what PyTorch calls a module's own objects in its state
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
 
 
@@ -154,6 +155,8 @@ def float_state(model: nn.Module, swapped: tuple[nn.Module, ...]) -> tuple[dict[
             continue
         if not isinstance(value, Tensor):
             raise ArtifactError(f"the model's state {key!r} is not a tensor; bitdial does not write objects")
+        if key.rpartition(".")[2] == EXTRA_STATE:
+            raise ArtifactError(f"the model's state {key!r} is no parameter or buffer; make it a buffer to keep it")
         if first_name.setdefault(id(value), key) != key:
             aliases[key] = first_name[id(value)]
         else:

@@ -2,13 +2,16 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bitdial import functional as bf
 from bitdial._version import __version__
+from bitdial.artifact.fit import fit
 from bitdial.artifact.format import (
     FLOAT,
     LARGEST_CODE,
@@ -19,13 +22,14 @@ from bitdial.artifact.format import (
     layer_table_entry,
     norm_table_entry,
 )
-from bitdial.dial.dial import is_live, resolve_plan, unwrap
+from bitdial.artifact.read import read_artifact
+from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, PlanError
 from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
-from bitdial.nn import QuantLayer, SwitchableBatchNorm, WeightQuantizer
+from bitdial.nn import UNKNOWN, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -41,7 +45,8 @@ def save(
 
     Only the highest width's integer codes are stored, with the scales, zero-points, norm sets and float layers. `plans`
     are named BitPlans to keep with it, `metrics` any JSON values, `sensitivity` is what `hessian_trace` found. Schemes
-    that cannot narrow (`lsq`, `dorefa`) store float weights.
+    that cannot narrow (`lsq`, `dorefa`) store float weights. What was written is read back, checked as `load` checks
+    it, and compared with `model` before it takes its name. If anything is off, what was at `path` stays.
     """
     check_named(plans, metrics)
     model = unwrap(model)
@@ -50,26 +55,14 @@ def save(
         raise ArtifactError("the model is a live one; save takes one from prepare() or load_trainable(path)")
     if not layers:
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
-    tensors: dict[str, Tensor] = {}
-    table: dict[str, Any] = {}
-    stored_by: dict[nn.Parameter, str] = {}
-    for name, layer in layers.items():
-        parts, entry = _layer_parts(name, layer, stored_by)
-        tensors |= {f"{name}/{part}": tensor for part, tensor in parts.items()}
-        table[name] = entry
+    _check_names(model)
+    _check_alike(layers)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
-    norm_table: dict[str, Any] = {}
-    for name, norm in norms.items():
-        tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(name, norm).items()}
-        norm_table[name] = norm_table_entry(norm.active) | {"follows": norm.follows, "fed_by": norm.fed_by}
-        if norm.transitions == "statistics":
-            norm_table[name]["transitions"] = norm.transitions
+    layer_tensors, table = _layer_table(layers)
+    norm_tensors, norm_table = _norm_table(norms, layers)
     floats, aliases = float_state(model, (*layers.values(), *norms.values()))
-    tensors |= {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
-    for name, tensor in tensors.items():
-        mask = name.startswith(FLOAT) and not isinstance(tensor, nn.Parameter)  # a buffer may be infinite on purpose
-        if tensor.is_floating_point() and bool((tensor.isnan() if mask else ~tensor.isfinite()).any()):
-            raise ArtifactError(f"{name!r} holds NaN or infinity; the file was not written")
+    tensors = {**layer_tensors, **norm_tensors, **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()}}
+    _check_values(tensors)
     for name, plan in (plans or {}).items():
         if not isinstance(plan, BitPlan):
             raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
@@ -94,7 +87,62 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
-    return write_container(path, tensors, manifest, error=ArtifactError)
+    return _write(path, tensors, manifest, model)
+
+
+def _write(path: str | os.PathLike[str], tensors: dict[str, Tensor], manifest: dict[str, Any], model: nn.Module) -> str:
+    """Write the file, but only if it can be read and fits `model`; `tensors` are gone then."""
+
+    def check(written: Path) -> None:
+        tensors.clear()  # these, and those that are read, need not be there at once
+        try:
+            fit(read_artifact(written), model)
+        except ArtifactError as problem:
+            why = str(problem).removeprefix(f"{written}: ").replace(str(written), "the file")
+            raise ArtifactError(
+                f"{path} was not written, since load() would refuse it: {why}. What was there before is untouched; "
+                "change that in the model (a type, for example, by .float()) and save it again"
+            ) from problem
+
+    return write_container(path, tensors, manifest, error=ArtifactError, check=check)
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise ArtifactError if a part of the model was compiled by `torch.compile`, which gives it another name."""
+    if compiled := [name for name, _ in model.named_modules() if name.endswith("._orig_mod")]:
+        part = compiled[0].removesuffix("._orig_mod")
+        raise ArtifactError(
+            f"{part!r} is a compiled module, in which all names are others than in the float model, so load() would "
+            f"not find them; put the module itself back (model.{part} = model.{compiled[0]}), and compile it by "
+            f"model.{part}.compile()"
+        )
+
+
+def _check_alike(layers: Mapping[str, QuantLayer]) -> None:
+    """Raise ArtifactError unless all layers have the settings of which a file has one."""
+    first, *others = layers
+    for setting in ("bit_choices", "scheme", "ties"):
+        wanted = getattr(layers[first].weight_quantizer, setting)
+        for name in others:
+            if (found := getattr(layers[name].weight_quantizer, setting)) != wanted:
+                raise ArtifactError(
+                    f"layer {name!r} has {setting}={found!r} and layer {first!r} {wanted!r}, but a file has one for "
+                    "all; prepare the whole model by one QuantConfig"
+                )
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ArtifactError unless all tensors have values, and those are finite."""
+    for name, tensor in tensors.items():
+        if is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided:
+            what = "lazy and" if is_lazy(tensor) else "on the meta device and" if tensor.is_meta else "sparse and so"
+            raise ArtifactError(
+                f"{name!r} is {what} without plain values to store; give it some, or keep it out of the model's state "
+                "(persistent=False)"
+            )
+        mask = name.startswith(FLOAT) and not isinstance(tensor, nn.Parameter)  # a buffer may be infinite on purpose
+        if tensor.is_floating_point() and bool((tensor.isnan() if mask else ~tensor.isfinite()).any()):
+            raise ArtifactError(f"{name!r} holds NaN or infinity; the file was not written")
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:
@@ -102,6 +150,44 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     found = getattr(model, "architecture", None)
     ours = isinstance(found, dict) and set(found) == {"name", "arguments"} and found["name"] in tuple(MODELS)
     return found if ours else None
+
+
+def _layer_table(layers: Mapping[str, QuantLayer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, Any] = {}
+    stored_by: dict[nn.Parameter, str] = {}
+    for name, layer in layers.items():
+        parts, entry = _layer_parts(name, layer, stored_by)
+        tensors |= {f"{name}/{part}": tensor for part, tensor in parts.items()}
+        table[name] = entry | {"fed_by": _name_here(name, layer.fed_by, layers)}
+    return tensors, table
+
+
+def _norm_table(
+    norms: Mapping[str, SwitchableBatchNorm], layers: Mapping[str, QuantLayer]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, Any] = {}
+    for name, norm in norms.items():
+        tensors |= {f"{name}/{part}": tensor for part, tensor in _norm_parts(name, norm).items()}
+        leaders = {key: _name_here(name, getattr(norm, key), layers) for key in ("follows", "fed_by")}
+        table[name] = norm_table_entry(norm.active) | leaders
+        if norm.transitions == "statistics":
+            table[name]["transitions"] = norm.transitions
+    return tensors, table
+
+
+def _name_here(name: str, other: str | None, layers: Mapping[str, QuantLayer]) -> str | None:
+    """What the layer that `name` knows as `other` is called in this model, of which the prepared one may be a part."""
+    if other in (None, UNKNOWN):
+        return other
+    try:
+        return leader_of(name, cast(str, other), layers)
+    except PlanError as problem:
+        raise ArtifactError(
+            f"{name!r} goes by layer {other!r}, which the model does not have under that name; save the model that "
+            "prepare() gave, with its layers in their places"
+        ) from problem
 
 
 def _layer_parts(
@@ -116,7 +202,6 @@ def _layer_parts(
         if "quantizer.scale" in key and not bool(((scale > 0) & (scale * LARGEST_CODE).isfinite()).all()):
             raise ArtifactError(f"layer {name!r}: {key} is not positive and of usable size; the file was not written")
     entry = layer_table_entry(name, layer)
-    entry["fed_by"] = layer.fed_by
     entry["group_size"] = rows.shape[1] // quantizer.scale_shape[1] if bf.has_groups(quantizer.scale_shape) else None
     entry["activations"] = "float" if layer.act_quantizer is None else layer.act_quantizer.kind
     high = layer.bit_choices[0]

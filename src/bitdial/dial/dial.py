@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from bitdial.dial.plan import BitPlan, LayerBits, as_plan, resolve_bits, shortened
 from bitdial.errors import PlanError
@@ -102,14 +103,18 @@ class _OneByOne(Board[Selection]):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel or torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    """The user's own module inside DistributedDataParallel, DataParallel, AveragedModel or torch.compile."""
+    while (inner := wrapped(model)) is not None:
+        model = inner
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module | None:
+    """The module that `model` wraps, None if it is no wrapper."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
+        return model.module
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:

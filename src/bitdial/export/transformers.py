@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitdial.artifact import Artifact, read_artifact
+from bitdial.artifact import Artifact, fit, read_artifact
 from bitdial.dial.dial import set_bits
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, ExportError, MissingDependencyError
 from bitdial.files.atomic import read_json, replacing, write_json
 from bitdial.kernels.packed_ops import DTYPES
-from bitdial.live.fit import fit
 from bitdial.live.load import load_into
 from bitdial.live.skeleton import NoInitialValues
 

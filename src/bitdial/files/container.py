@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,19 @@ def write_container(
     manifest: dict[str, Any],
     *,
     error: type[BitdialError],
+    check: Callable[[Path], None] | None = None,
 ) -> str:
     """Write `tensors` and `manifest` (JSON values) to `path` atomically and return the digest.
 
-    A failure raises `error` and leaves what was at `path` alone.
+    `check` is given the temporary file, before that takes its name. A failure, also one that `check` raises, leaves
+    what was at `path` alone.
     """
     path = Path(path)
     if unknown := [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _DTYPES]:
-        raise error(f"cannot write {path}: bitdial does not store tensors of the type of {unknown[0]}")
+        raise error(
+            f"cannot write {path}: bitdial does not store tensors of the type of {unknown[0]}; convert it, or keep it "
+            "out of the model's state (persistent=False)"
+        )
     if "__metadata__" in tensors:
         raise error(f"cannot write {path}: '__metadata__' is a reserved name")
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -66,6 +71,9 @@ def write_container(
         raise error(f"cannot write {path}: {cause}") from cause
     with replacing(path, error=error) as temporary:
         save_file(plain, temporary, metadata)
+        plain.clear()  # a reader needs as much memory again
+        if check is not None:
+            check(temporary)
     return metadata["digest"]
 
 

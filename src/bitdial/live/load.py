@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.artifact import FLOAT, Artifact, read_artifact
+from bitdial.artifact import FLOAT, Artifact, fit, read_artifact
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
 from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.packed import PackedEngine, PoolBoard, packed_words
-from bitdial.live.fit import fit
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unsupported_reason
 from bitdial.live.layers import LiveLayer
 from bitdial.live.skeleton import built, copy_of

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from bitdial.artifact import Artifact
+from bitdial.artifact import Artifact, fit
 from bitdial.errors import ArtifactError, ConfigError
-from bitdial.live.fit import fit
 from bitdial.models import build_model
 
 

@@ -1,20 +1,23 @@
-"""Whether a float model is the architecture that a file is of."""
+"""Whether a model is the architecture that a file is of."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bitdial.artifact import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.errors import ArtifactError
-from bitdial.nn import BATCH_NORMS
+from bitdial.nn import BATCH_NORMS, SwitchableBatchNorm
 
 # What the table says of a layer that the float layer does not know.
 NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
 
 
 def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:
-    """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ."""
+    """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ.
+
+    `model` is a float model, or the prepared one that was saved.
+    """
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
         entry = {k: v for k, v in artifact.layers[name].items() if k not in NOT_OF_THE_LAYER}
@@ -24,6 +27,7 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
         raise ArtifactError("the model uses one module where the file has several; is it the one that was saved?")
     for name, norm in norms.items():
         entry = {k: v for k, v in artifact.norms[name].items() if k not in ("follows", "fed_by", "transitions")}
+        norm = norm.active if isinstance(norm, SwitchableBatchNorm) else norm
         if not isinstance(norm, nn.modules.batchnorm._NormBase):
             kind = type(norm).__name__
             raise ArtifactError(f"norm {name!r}: the model has a {kind} there, the file a {entry['type']}")
