@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,7 +182,7 @@ def _name_here(name: str, other: str | None, layers: Mapping[str, QuantLayer]) -
     if other in (None, UNKNOWN):
         return other
     try:
-        return leader_of(name, cast(str, other), layers)
+        return leader_of(name, other, layers)
     except PlanError as problem:
         raise ArtifactError(
             f"{name!r} goes by layer {other!r}, which the model does not have under that name; save the model that "
