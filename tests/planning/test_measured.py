@@ -17,6 +17,7 @@ from bitdial.planning import (
     MeasuredPlan,
     candidates,
     compare_fronts,
+    evaluate_plans,
     mean_accuracy,
     measure_front,
 )
@@ -113,6 +114,14 @@ def test_uniform_settings_stay_off_the_front_where_told(model: nn.Module, costs:
     off = measure_front(model, others, costs, BATCHES, measure, label="net", uniform_on_front=False, progress=False)
     assert {one.plan for one in off.candidates} == {one.plan for one in others}
     assert [one.accuracy for one in off.uniform] == [0, 1, 0]
+
+
+def test_a_front_weighs_one_number(model: nn.Module, costs: Any, found: list[Candidate]) -> None:
+    """Measures follow the contract of `evaluate`; of several numbers, none is the one to weigh."""
+    several = evaluate_plans(model, found[:2], BATCHES, lambda m, b: {"a": 1, "training": m.training}, progress=False)
+    assert list(several.values()) == [{"a": 1.0, "training": 0.0}] * 2
+    with pytest.raises(ConfigError, match="weighs one number, more is better; the measure returned top1, top5"):
+        measure_front(model, found, costs, BATCHES, lambda *_: {"top1": 0.5, "top5": 1.0}, label="net", progress=False)
 
 
 def test_names_tell_plans_apart(model: nn.Module, costs: Any, found: list[Candidate]) -> None:

@@ -117,6 +117,21 @@ def seeded(seed: int) -> torch.Generator:
 # --- the estimate is right ----------------------------------------------------------------------------
 
 
+def test_the_loss_of_a_part_of_the_output() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, self.net(x)
+
+    layers = [f"net.{name}" for name in LAYERS]
+    found = quiet(Pair(), [make_data()], layers=layers, output=1, most_samples=4)
+    alone = quiet(make_net(), [make_data()], layers=LAYERS, most_samples=4)
+    assert list(found.layers.values()) == list(alone.layers.values())
+
+
 def test_traces_equal_those_of_the_full_hessian_within_their_error() -> None:
     net, (x, y) = make_net(), make_data()
     model = prepare(net, QuantConfig(), x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.train.config import TrainConfig
-from bitdial.train.distill import Distiller, soft_loss
+from bitdial.train.distill import Distiller, class_axis_to_distill, soft_loss
 from bitdial.train.steps import JointStep
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]])
@@ -394,3 +394,16 @@ def test_large_tables_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_output_that_is_no_tensor(kind: str) -> None:
     with pytest.raises(TrainingError, match="one tensor of logits"):
         distiller(kind, samples=2).loss(HARD, {"logits": LOGITS}, highest=True, index=torch.tensor([0, 1]))  # type: ignore[arg-type]
+
+
+def test_the_classes_of_dense_outputs_lie_where_the_targets_say() -> None:
+    """(samples, classes, positions) is distilled over the classes, as (samples, positions, classes) is."""
+    student, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    teaching = distiller("teacher", teacher=Fixed(target), distill_weight=1.0)
+    teaching.begin(torch.zeros(2, 1))
+    axis = class_axis_to_distill(student, torch.zeros(2, 4))
+    got = teaching.loss(HARD, student, highest=True, index=None, axis=axis)
+    assert float(got) == pytest.approx(float(soft_loss(student.mT, target.mT, 1.0)), rel=1e-6)
+    assert class_axis_to_distill(student.mT, torch.zeros(2, 4)) == 2
+    with pytest.raises(TrainingError, match="cannot tell which axis of the output"):
+        class_axis_to_distill(torch.zeros(2, 4, 4), torch.zeros(2, 4))

@@ -54,6 +54,49 @@ def test_accuracy_of_positions() -> None:
     assert accuracy(Echo(), [(logits, targets)]) == 3 / 4
 
 
+def test_accuracy_of_dense_outputs() -> None:
+    """Classes may lie along any axis that the targets lack; where two fit, one has to be said."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 6, (4, 5), generator=generator)
+    logits = torch.nn.functional.one_hot(targets, 6) + torch.rand(4, 5, 6, generator=generator) * 0.9
+    right = accuracy(Echo(), [(logits, targets)])
+    assert right == 1 == accuracy(Echo(), [(logits.mT.contiguous(), targets)])
+    square, labels = logits[:, :, :5], targets % 5  # as many positions as classes
+    with pytest.raises(TrainingError, match="the classes can lie along axis 1 or 2"):
+        accuracy(Echo(), [(square, labels)])
+    expected = float((square.argmax(2) == labels).float().mean())
+    assert accuracy(Echo(), [(square, labels)], class_axis=-1) == pytest.approx(expected)
+    assert accuracy(Echo(), [(square.mT, labels)], class_axis=1) == pytest.approx(expected)
+
+
+def test_one_logit_is_refused() -> None:
+    """Its largest is the only one: the class would be 0 for every sample."""
+    for shape in ((5, 1), (5,)):
+        with pytest.raises(TrainingError, match="a measure of your own"):
+            accuracy(Echo(), [(LOGITS[:, 0].reshape(shape), torch.tensor([1, 0, 1, 1, 0]))])
+
+
+def test_targets_that_do_not_count() -> None:
+    targets = torch.tensor([1, -100, 0, 1, -100])
+    with pytest.raises(TrainingError, match=r"leave such samples out: accuracy\(..., ignore=-100\)"):
+        accuracy(Echo(), [(LOGITS, targets)])
+    assert accuracy(Echo(), [(LOGITS, targets)], ignore=-100) == 2 / 3
+    with pytest.raises(TrainingError, match="nothing to evaluate on: no batch was given, or no target that counts"):
+        accuracy(Echo(), [(LOGITS, torch.full((5,), -100))], ignore=-100)
+
+
+def test_accuracy_of_a_part_of_the_output() -> None:
+    class Several(Echo):
+        def forward(self, x: Tensor, factor: float = 1.0) -> Any:
+            return {"loss": x.sum(), "logits": x, "both": (x * 0, x)}
+
+    batches, targets = [(LOGITS, torch.tensor([1, 2, 0, 1, 0]))], 3 / 5
+    assert accuracy(Several(), batches, output="logits") == targets
+    assert accuracy(Several(), batches, output=lambda out: out["both"][1]) == targets
+    with pytest.raises(TrainingError, match="got dict; say which part: output='logits'"):
+        accuracy(Several(), batches)
+
+
 def test_accuracy_takes_tuples_and_dicts() -> None:
     targets = torch.tensor([1, 0, 0, 2, 0])
     assert accuracy(Echo(), [((LOGITS, 2.0), targets), ({"x": LOGITS, "factor": -1.0}, targets)]) == 5 / 10
@@ -186,6 +229,24 @@ def test_evaluate_gives_the_accuracy_of_each_setting(trained: nn.Module, make_im
         expected = float((logits.argmax(1) == torch.cat([y for _, y in batches])).float().mean())
         assert found[setting] == pytest.approx(expected)
     assert len({*found.values()}) > 1
+
+
+def test_evaluate_by_a_measure_of_ones_own(make_model: MakeModel, make_images: MakeImages) -> None:
+    """In eval mode, without gradients, at the setting; a number or a dict of them."""
+    model, batches = make_model().train(), batched(*make_images(6), 4)
+    seen: list[Any] = []
+
+    def measure(model: Any, given: list[Any]) -> dict[str, Any]:
+        seen.append((model.training, torch.is_grad_enabled(), len(given), model.conv.weight_bits))
+        return {"bits": model.conv.weight_bits, "mean": model(given[0][0]).mean()}
+
+    found = evaluate(model, batches, [4, 2], measure=measure)
+    assert seen == [(False, False, 2, 4), (False, False, 2, 2)]
+    assert [found[bits]["bits"] for bits in (4, 2)] == [4.0, 2.0]
+    assert found[4]["mean"] != found[2]["mean"]
+    assert all(type(value) is float for one in found.values() for value in one.values())
+    assert evaluate(model, batches, [4], measure=lambda *_: 0.5) == {4: 0.5}
+    assert model.training
 
 
 def test_evaluate_puts_setting_and_mode_back(make_model: MakeModel, make_images: MakeImages) -> None:

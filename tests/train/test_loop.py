@@ -159,6 +159,96 @@ def test_divergence_keeps_the_last_checkpoint(make_model: MakeModel, make_data: 
     assert all(math.isfinite(v) for row in history.rows for v in row["loss"].values())
 
 
+# --- outputs and measures of one's own -------------------------------------------------------------
+
+
+class Named(nn.Module):
+    """Returns a dict, as the models of transformers do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": x, "logits": self.inner(x)}
+
+
+@pytest.mark.parametrize("distill", ["none", "cascade"])
+def test_a_part_of_the_output(
+    distill: str, make_model: MakeModel, make_data: MakeData, make_float: Callable[..., nn.Module]
+) -> None:
+    """Training, its accuracy, distillation and evaluation are those of a model that returns its logits alone."""
+    data, config = make_data(), TrainConfig(epochs=2, distill=distill)
+    outcomes, histories = [], []
+    for wrap, output in ((lambda m: m, None), (Named, "logits"), (Named, lambda out: out["logits"])):
+        model = make_model(BITS)
+        teacher = wrap(make_float(seed=4)) if distill != "none" else None
+        histories.append(
+            train(wrap(model), data, config, output=output, teacher=teacher,
+                  evaluate_on=[(data.inputs, data.targets)], progress=False)
+        )  # fmt: skip
+        outcomes.append(parameters(model))
+    assert all(torch.equal(outcomes[0], other) for other in outcomes)
+    for name in ("loss", "train_top1", "top1"):
+        assert all(h.rows[-1][name] == histories[0].rows[-1][name] for h in histories)
+    if distill != "none":  # a teacher may return its logits as they are
+        train(Named(make_model(BITS)), data, config, output="logits", teacher=make_float(seed=4), progress=False)
+    with pytest.raises(ConfigError, match="the model returns a dict of 'hidden', 'logits'"):
+        train(Named(make_model(BITS)), data, config, output="logit", teacher=teacher, progress=False)
+
+
+def test_a_measure_of_ones_own(make_model: MakeModel, make_data: MakeData, tmp_path: Path) -> None:
+    data, seen = make_data(), []
+
+    def measure(model: nn.Module, batches: list[Any]) -> dict[str, float]:
+        seen.append((set(get_bits(model).values()), model.training, len(batches), torch.rand(1).item()))
+        return {"share": accuracy(model, batches), "worst": float("inf")}
+
+    held_out = [(data.inputs[:4], data.targets[:4]), (data.inputs[4:], data.targets[4:])]
+    model, plain = make_model(BITS), make_model(BITS)
+    history = train(
+        model, data, TrainConfig(epochs=1), evaluate_on=held_out, measure=measure, checkpoint=tmp_path / "c",
+        progress=False,
+    )  # fmt: skip
+    assert [(*bits, mode, count) for bits, mode, count, _ in seen] == [
+        ((8, 8), False, 1), ((8, 8), False, 2), ((4, 4), False, 2), ((2, 2), False, 2)
+    ]  # fmt: skip  # a trial on the first batch, then each width
+    expected = train(plain, data, TrainConfig(epochs=1), evaluate_on=held_out, progress=False)
+    shares = {bits: value["share"] for bits, value in history.rows[0]["measured"].items()}
+    assert shares == expected.rows[0]["top1"]
+    assert history.rows[0]["measured"]["2"]["worst"] is None  # JSON knows no infinity
+    assert "worst None" in describe(history.rows[0])
+    assert torch.equal(parameters(model), parameters(plain))
+
+
+def test_mistakes_show_before_the_first_epoch(make_model: MakeModel, make_data: MakeData) -> None:
+    data, steps = make_data(), []
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        steps.append(1)
+        return F.cross_entropy(output, targets)
+
+    def broken(model: nn.Module, batches: list[Any]) -> float:
+        raise ZeroDivisionError("mine")
+
+    good = [(data.inputs, data.targets)]
+    for held_out, measure, error in (
+        (good, broken, ZeroDivisionError),
+        (good, lambda *_: None, ConfigError),
+        ([(data.inputs, data.targets + 9)], accuracy, TrainingError),
+        (iter(good), accuracy, ConfigError),
+        ([], accuracy, ConfigError),
+    ):
+        random_state = torch.get_rng_state()
+        with pytest.raises(error):
+            train(make_model(BITS), data, TrainConfig(epochs=1), loss=loss, evaluate_on=held_out,  # type: ignore[arg-type]
+                  measure=measure, progress=False)  # fmt: skip
+        assert torch.equal(torch.get_rng_state(), random_state)
+    assert steps == []
+    with pytest.raises(TrainingError, match=r"the loss must be one number, the mean over the batch; got a tensor of"):
+        train(make_model(BITS), data, TrainConfig(epochs=1), loss=lambda x, y: x.sum(1), progress=False)
+
+
 # --- data in other forms --------------------------------------------------------------------------
 
 

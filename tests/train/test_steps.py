@@ -991,3 +991,29 @@ def test_settings_round_trip_strictly() -> None:
         assert TrainConfig.from_dict(settings.to_dict()) == settings
     with pytest.raises(ConfigError, match="momentum"):
         TrainConfig.from_dict(config.to_dict() | {"momentum": 0.9})
+
+
+# --- what is counted as right ---------------------------------------------------------------------
+
+
+def test_hits_are_counted_only_where_the_class_axis_is_known(make_images: MakeImages) -> None:
+    """Dense outputs: along the one axis that the targets lack; nothing is said of one logit, or where two axes fit."""
+
+    class Dense(nn.Module):
+        def __init__(self, classes: int):
+            super().__init__()
+            self.stem, self.conv, self.head = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, classes, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.conv(self.stem(x).relu()).relu()).flatten(2)
+
+    inputs = make_images(6)[0]
+    for classes, known in ((3, True), (16, False), (1, False)):
+        model = prepare(Dense(classes), QuantConfig(bit_choices=(8, 4)), inputs)
+        targets = torch.arange(6 * 16).reshape(6, 16) % classes
+        twin = copy.deepcopy(model)
+        report = JointStep(model, TrainConfig(epochs=1), steps_per_epoch=1)(inputs, targets)
+        assert set(report.correct) == ({8, 4} if known else set()), classes
+        if known:
+            assert report.seen == 96
+            assert int(report.correct[8]) == int((twin(inputs).argmax(1) == targets).sum())

@@ -1,6 +1,6 @@
 """From candidates to the front: measure them on held-out data, keep those that nothing beats."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -10,6 +10,7 @@ from bitdial.dial.plan import BitPlan, listed
 from bitdial.errors import ConfigError
 from bitdial.planning.find import Candidate
 from bitdial.planning.progress import tracked
+from bitdial.prepare.measure import Measure, Measured, take_measure
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -18,23 +19,23 @@ def evaluate_plans(
     model: nn.Module,
     plans: Iterable[BitPlan | Candidate],
     batches: Iterable[Any],
-    measure: Callable[[nn.Module, list[Any]], float],
+    measure: Measure,
     *,
     progress: bool = True,
-) -> dict[BitPlan, float]:
+) -> dict[BitPlan, Any]:
     """`measure(model, batches)` with `model`, prepared or live, at each of `plans`; its setting is put back afterwards.
 
-    `measure` is `bitdial.accuracy` or anything like it. `batches` should be held out of training, and not be the test
-    set if the front is used to choose.
+    `measure` is `bitdial.accuracy`, or one of your own as for `evaluate`: it returns a number or a dict of numbers.
+    `batches` should be held out of training, and not be the test set if the front is used to choose.
     """
     chosen = list(dict.fromkeys(one.plan if isinstance(one, Candidate) else one for one in listed(plans)))
     for plan in chosen:
         resolve_plan(model, plan)  # before anything takes time
     held_out = list(batches)
-    found: dict[BitPlan, float] = {}
+    found: dict[BitPlan, Measured] = {}
     for plan in tracked(chosen, "plans", show=progress):
         with at_bits(model, plan):
-            found[plan] = measure(model, held_out)
+            found[plan] = take_measure(model, held_out, measure)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from bitdial.planning.correlation import pearson, spearman
 from bitdial.planning.cost import QUANTITIES, Costs
 from bitdial.planning.find import Candidate
 from bitdial.planning.front import evaluate_plans, mean_accuracy, pareto_front
+from bitdial.prepare.measure import Measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ def measure_front(
     found: Sequence[Candidate],
     costs: Costs,
     batches: Sequence[Any],
-    measure: Callable[[nn.Module, list[Any]], float],
+    measure: Measure,
     *,
     label: str,
     quantity: str = "average_bits",
@@ -157,8 +158,9 @@ def measure_front(
     """Evaluate what `candidates` found, and each width by itself, and say which plans no other beats.
 
     `model` is prepared or live; `batches` are (inputs, targets), held out of training and not the test set. The plans
-    of the front are named by their average bits, such as "2.97 bits"; "3.0 bits" is the best within that budget. With
-    `uniform_on_front`, a setting of one width can be on it too: say False where layers were pinned to others.
+    of the front are named by their average bits, such as "2.97 bits"; "3.0 bits" is the best within that budget.
+    `measure` returns one number, and more is better. With `uniform_on_front`, a setting of one width can be on it too:
+    say False where layers were pinned to others.
     """
     widths = [b for b in next(iter(costs.bit_choices.values())) if all(b in c for c in costs.bit_choices.values())]
     uniform = {BitPlan(dict.fromkeys(costs.layers, bits)): costs.of(bits) for bits in widths}
@@ -166,6 +168,8 @@ def measure_front(
     considered = {one.plan: one.costs for one in found}
     considered |= {plan: cost for plan, cost in uniform.items() if uniform_on_front and plan not in losses}
     accuracy = evaluate_plans(model, [*considered, *uniform], batches, measure, progress=progress)
+    if several := next((value for value in accuracy.values() if isinstance(value, dict)), None):
+        raise ConfigError(f"a front weighs one number, more is better; the measure returned {', '.join(several)}")
     front = pareto_front({plan: (cost[quantity], accuracy[plan]) for plan, cost in considered.items()})
     names = dict(zip(front, _names([considered[plan]["average_bits"] for plan in front]), strict=True))
 

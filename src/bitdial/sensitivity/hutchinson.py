@@ -37,6 +37,7 @@ from bitdial.nn import QuantLayer
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem, pairs
 from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_output import Output, selected
 from bitdial.sensitivity.grouped_conv import GroupsAtOnce
 from bitdial.sensitivity.result import LayerSensitivity, Sensitivity, check_count
 
@@ -54,6 +55,7 @@ def hessian_trace(
     *,
     layers: Sequence[str] | None = None,
     loss: Loss = F.cross_entropy,
+    output: Output = None,
     tolerance: float = 0.1,
     most_samples: int = 200,
     generator: torch.Generator | None = None,
@@ -62,9 +64,10 @@ def hessian_trace(
     """Estimate the trace of the loss's Hessian in each quantised layer's weight; `model` is left as it is.
 
     `batches` are (inputs, targets), about 1,000 training samples in all; `loss(output, targets)` is the mean over a
-    batch and has two derivatives. A prepared model runs without its quantizers, on its float weights and with the norms
-    of its highest width, in eval mode: the Hessian of a rounded function says nothing. Of a float model, name the
-    `layers`. Layers that share a weight are taken apart, each with the trace of its own use.
+    batch and has two derivatives; `output` selects a part of what the model returns, as in training. A prepared model
+    runs without its quantizers, on its float weights and with the norms of its highest width, in eval mode: the Hessian
+    of a rounded function says nothing. Of a float model, name the `layers`. Layers that share a weight are taken apart,
+    each with the trace of its own use.
 
     A layer is done when its standard error is within `tolerance` of the absolute trace, or after `most_samples` random
     vectors; what is then still less certain is logged. Memory is that of one batch, with its graph. The vectors are
@@ -75,7 +78,7 @@ def hessian_trace(
     check_count("most_samples", most_samples, 2)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise ConfigError(f"generator={generator!r} must be a torch.Generator: torch.Generator().manual_seed(0)")
-    data = _Data(list(pairs(batches)), loss)
+    data = _Data(list(pairs(batches)), loss, output)
     view, weights = _float_copy(model, layers)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     forms: dict[str, list[float]] = {name: [] for name in weights}
@@ -127,10 +130,10 @@ def _rademacher(weight: Tensor, count: int, generator: torch.Generator) -> Tenso
 class _Data:
     """The batches, how many samples each has, and the loss over all of them: the mean over the samples."""
 
-    def __init__(self, batches: list[tuple[Batch, Any]], loss: Loss):
+    def __init__(self, batches: list[tuple[Batch, Any]], loss: Loss, output: Output = None):
         if not batches:
             raise ConfigError("there are no batches; pass (inputs, targets) of about 1,000 samples")
-        self.batches, self.loss = batches, loss
+        self.batches, self.loss, self.output = batches, loss, output
         self.sizes = [_samples(number, *batch) for number, batch in enumerate(batches)]
         self.images = sum(self.sizes)
 
@@ -171,7 +174,7 @@ class _Data:
         return found
 
     def _checked_loss(self, view: nn.Module, number: int, inputs: Batch, targets: Any) -> Tensor:
-        output = call(view, inputs)
+        output = selected(call(view, inputs), self.output)
         ignored, classes = ignored_label(self.loss), classes_of(output)
         if ignored is not None and classes and (odd := find_odd_label(targets, classes, ignored)) is not None:
             raise ConfigError(f"batch {number}: {label_problem(odd, classes)}")

@@ -6,6 +6,7 @@ Nothing here looks at values on the device, so that a step can be recorded as a 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_output import Output, known_class_axis, selected
 from bitdial.train.config import TAUGHT, TrainConfig
 from bitdial.train.distributed import merge_rows
 
@@ -23,6 +25,19 @@ def soft_loss(logits: Tensor, target_logits: Tensor, temperature: float) -> Tens
     """T^2 * KL(target || student), averaged over everything but the class dimension (the last)."""
     classes = logits.shape[-1]
     return _soft_losses(logits.reshape(-1, classes), target_logits.reshape(-1, classes), temperature).mean()
+
+
+def class_axis_to_distill(output: Any, targets: Any) -> int:
+    """The axis of `output` along which the classes lie; TrainingError if `targets` do not tell."""
+    if not isinstance(output, Tensor) or output.dim() <= 2:
+        return -1
+    axis = known_class_axis(output, targets)
+    if axis is None:
+        raise TrainingError(
+            f"distillation cannot tell which axis of the output, of shape {tuple(output.shape)}, has the classes; let "
+            "`output` be a function that makes it (samples, classes)"
+        )
+    return axis
 
 
 def _soft_losses(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
@@ -38,7 +53,14 @@ class Distiller:
     Call `begin` once a batch, `loss` once a width with the highest first, `end_epoch` after each epoch.
     """
 
-    def __init__(self, config: TrainConfig, *, teacher: nn.Module | None = None, samples: int | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        teacher: nn.Module | None = None,
+        samples: int | None = None,
+        output: Output = None,
+    ):
         self.kind, self.weight, self.temperature = config.distill, config.distill_weight, config.temperature
         self.epochs = config.epochs
         self.epoch = 0
@@ -50,7 +72,7 @@ class Distiller:
                 "that carry the samples' indices"
             )
         self.teacher = teacher.eval().requires_grad_(False) if teacher is not None else None
-        self.samples = samples or 0
+        self.samples, self.output = samples or 0, output
         self._targets: Tensor | None = None
         # Logits (samples, classes) in float32: of the epoch before, and of this one. NaN: not seen.
         self.previous: Tensor | None = None
@@ -85,18 +107,26 @@ class Distiller:
         if self.teacher is not None:
             with torch.no_grad():
                 targets = call(self.teacher, inputs)
+            if not isinstance(targets, Tensor) or callable(self.output):  # a teacher may return its logits as they are
+                targets = selected(targets, self.output)
             if not isinstance(targets, Tensor):
                 raise TrainingError(
-                    f"distillation needs a teacher that returns one tensor of logits, got {type(targets).__name__}"
+                    f"distillation needs a teacher that returns one tensor of logits, got {type(targets).__name__}; "
+                    "say which part: output='logits'"
                 )
             self._targets = targets
 
-    def loss(self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None) -> Tensor:
-        """The loss of one width; `index` (batch,) names the samples for progressive self-distillation."""
+    def loss(self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None, axis: int = -1) -> Tensor:
+        """The loss of one width, whose classes lie along `axis`.
+
+        `index` (batch,) names the samples for progressive self-distillation.
+        """
         if self.kind == "none":
             return hard
         if not isinstance(logits, Tensor):
-            raise TrainingError("distillation needs a model that returns one tensor of logits")
+            raise TrainingError(
+                "distillation needs a model that returns one tensor of logits; say which part: output='logits'"
+            )
         if self.kind == "progressive":
             return self._progressive(hard, logits, highest, index)
         targets = self._targets
@@ -109,7 +139,8 @@ class Distiller:
                 f"the teacher's outputs have shape {tuple(targets.shape)}, the model's {tuple(logits.shape)}; "
                 "both need the same classes"
             )
-        return (1 - self.weight) * hard + self.weight * soft_loss(logits, targets, self.temperature)
+        soft = soft_loss(logits.movedim(axis, -1), targets.movedim(axis, -1), self.temperature)
+        return (1 - self.weight) * hard + self.weight * soft
 
     def _progressive(self, hard: Tensor, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
         """The soft loss of samples that are not known is 0, and so is their share of the weight."""

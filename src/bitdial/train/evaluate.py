@@ -13,47 +13,75 @@ from bitdial.dial.plan import BitPlan, LayerBits, listed
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
 from bitdial.prepare.labels import label_problem, pairs
+from bitdial.prepare.measure import Measure, Measured, take_measure
 from bitdial.prepare.model_call import INPUTS_ALONE, Batch, call, evaluating
+from bitdial.prepare.model_output import Output, find_class_axis, selected
 from bitdial.train.data import check_samples
 
 
-def accuracy(model: nn.Module, batches: Iterable[tuple[Batch, Tensor]]) -> float:
-    """The share of samples whose largest logit is the target, in eval mode, at the model's present setting."""
+def accuracy(
+    model: nn.Module,
+    batches: Iterable[tuple[Batch, Tensor]],
+    *,
+    class_axis: int | None = None,
+    output: Output = None,
+    ignore: int | None = None,
+) -> float:
+    """The share of targets whose class has the largest logit, in eval mode, at the model's present setting.
+
+    The classes lie along the axis that the targets lack: (samples, classes) with (samples,), (samples, classes, height,
+    width) with (samples, height, width). If several axes fit, it is an error until `class_axis` says which. `output`
+    selects the logits from what the model returns: a key or an attribute, a place in a tuple, or a function. Targets
+    that are `ignore` are left out.
+    """
     right = seen = 0
     with evaluating(model):
         for inputs, targets in pairs(batches):
-            logits = call(model, inputs)
+            logits = selected(call(model, inputs), output)
             for what, value in (("the model's output", logits), ("the targets", targets)):
                 if not isinstance(value, Tensor):
-                    raise TrainingError(f"{what} must be one tensor to compare, got {type(value).__name__}")
+                    way_out = "; say which part: output='logits'" if value is logits and output is None else ""
+                    raise TrainingError(f"{what} must be one tensor to compare, got {type(value).__name__}{way_out}")
+            axis = find_class_axis(logits, targets, class_axis)
             if not bool(torch.isfinite(logits).all()):
                 raise QuantizationError("the model's output holds NaN or infinity; check the input")
-            guess = logits.argmax(dim=-1)
-            if guess.shape != targets.shape:
-                raise TrainingError(
-                    f"targets of shape {tuple(targets.shape)} do not go with predictions of shape {tuple(guess.shape)}"
-                )
-            classes = logits.shape[-1]
-            odd = (targets < 0) | (targets >= classes)
-            hits, odd_ones = torch.stack([(guess == targets).sum(), odd.sum()]).tolist()  # one wait for the device
-            if odd_ones and not targets.is_floating_point():
-                raise TrainingError(label_problem(int(targets[odd][0]), classes))
-            right += hits
-            seen += targets.numel()
+            counts = _count_right(logits, targets, axis, ignore)
+            right, seen = right + counts[0], seen + counts[1]
     if seen == 0:
-        raise TrainingError("there is nothing to evaluate on: no batch was given")
+        raise TrainingError("there is nothing to evaluate on: no batch was given, or no target that counts")
     return right / seen
 
 
+def _count_right(logits: Tensor, targets: Tensor, axis: int, ignore: int | None) -> tuple[int, int]:
+    """How many of `targets` are the largest logit along `axis`, and how many there are without those to `ignore`."""
+    classes = logits.shape[axis]
+    counted = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
+    odd = ((targets < 0) | (targets >= classes)) & counted
+    hits = (logits.argmax(dim=axis) == targets) & counted
+    right, seen, odd_ones = torch.stack([hits.sum(), counted.sum(), odd.sum()]).tolist()  # one wait for the device
+    if odd_ones and not targets.is_floating_point():
+        label = int(targets[odd][0])
+        raise TrainingError(f"{label_problem(label, classes)}: accuracy(..., ignore={label})")
+    return right, seen
+
+
 def evaluate(
-    model: nn.Module, batches: Iterable[tuple[Batch, Tensor]], settings: Iterable[LayerBits | BitPlan | str]
-) -> dict[Any, float]:
-    """Accuracy at each of `settings` (widths, plans, or names of stored ones); the model's setting is put back."""
+    model: nn.Module,
+    batches: Iterable[tuple[Batch, Any]],
+    settings: Iterable[LayerBits | BitPlan | str],
+    *,
+    measure: Measure = accuracy,
+) -> dict[Any, Any]:
+    """`measure(model, batches)` at each of `settings`: widths, plans, or names of stored ones.
+
+    A measure returns a number or a dict of numbers. It finds the model in eval mode, without gradients, at the setting;
+    afterwards the model is as it was.
+    """
     settings, batches = listed(settings), list(batches)
-    results: dict[Any, float] = {}
+    results: dict[Any, Measured] = {}
     for setting in settings:
         with at_bits(model, setting):
-            results[setting] = accuracy(model, batches)
+            results[setting] = take_measure(model, batches, measure)
     return results
 
 

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from bitdial.dial.dial import set_bits
 from bitdial.errors import CheckpointError, TrainingError
+from bitdial.prepare.measure import Measure
 from bitdial.prepare.model_call import Batch
+from bitdial.prepare.model_output import Output
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import distributed
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.config import TrainConfig
 from bitdial.train.data import ArrayData, LoaderData, TrainingData
-from bitdial.train.evaluate import evaluate
+from bitdial.train.evaluate import accuracy
+from bitdial.train.evaluation import Evaluation
 from bitdial.train.progress import make_progress
 from bitdial.train.steps import JointStep, LossFunction, StepReport
 
@@ -35,9 +38,10 @@ GRADIENT_SAMPLES = 8  # an epoch
 class History:
     """What a run leaves behind: a row per epoch, and samples of the scale gradients.
 
-    A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `train_top1`, `top1` (if
-    evaluated), `scale_rate` (mean ALRS rate) and `stopped` (share of steps at which that rate was 0).
-    `gradients` has, by width, a list of {"step", "weight": per layer, "act": per layer}: the largest scale gradients.
+    A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `train_top1` (if the targets
+    are class labels), `top1` (if evaluated; `measured` by a measure of your own, None where not finite), `scale_rate`
+    (mean ALRS rate) and `stopped` (share of steps at which that rate was 0). `gradients` has, by width, a list of
+    {"step", "weight": per layer, "act": per layer}: the largest scale gradients.
     """
 
     layers: list[str]
@@ -90,7 +94,9 @@ def train(
     config: TrainConfig,
     *,
     loss: LossFunction = F.cross_entropy,
-    evaluate_on: Sequence[tuple[Batch, Tensor]] | None = None,
+    output: Output = None,
+    evaluate_on: Sequence[tuple[Batch, Any]] | None = None,
+    measure: Measure = accuracy,
     teacher: nn.Module | None = None,
     sensitivity: Sensitivity | Mapping[str, float] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -98,10 +104,11 @@ def train(
 ) -> History:
     """Train the prepared `model` in place at all of its widths, and leave it at the highest, in eval mode.
 
-    `data` is an ArrayData, or any sized iterable of (inputs, targets) or (inputs, targets, index). `evaluate_on` is
-    evaluated at every width after each epoch. With `checkpoint`, the run saves itself there after each epoch, every
-    `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on from it.
-    Under torchrun it joins the other processes by itself.
+    `data` is an ArrayData, or any sized iterable of (inputs, targets) or (inputs, targets, index). `output` selects the
+    part of what the model returns that `loss` takes. On `evaluate_on`, `measure(model, batches)` is taken at every
+    width after each epoch, and once on its first batch before the first. With `checkpoint`, the run saves itself there
+    after each epoch, every `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on
+    from it. Under torchrun it joins the other processes by itself.
     """
     device = next(model.parameters()).device
     distributed.join(device)
@@ -112,6 +119,7 @@ def train(
         config,
         steps_per_epoch=len(source),
         loss=loss,
+        output=output,
         teacher=teacher,
         samples=source.samples,
         sensitivity=sensitivity,
@@ -133,6 +141,10 @@ def train(
                 "never stopped only if the loader repeats the same order and draws no random numbers of its own; use "
                 "ArrayData for certainty"
             )
+    evaluation = None
+    if evaluate_on is not None:
+        evaluation = Evaluation(model, evaluate_on, measure, bit_choices=step.bit_choices, output=output)
+        evaluation.rehearse()
     every = max(len(source) // GRADIENT_SAMPLES, 1)
 
     def save() -> None:
@@ -166,8 +178,8 @@ def train(
                 )
             step.end_epoch()
             row = totals.row(epoch, lr, time.monotonic() - began)
-            if evaluate_on is not None:
-                row["top1"] = {str(b): v for b, v in evaluate(model, evaluate_on, step.bit_choices).items()}
+            if evaluation is not None:
+                row |= evaluation.row()
             history.rows.append(row)
             totals = _Totals()
             save()

@@ -106,5 +106,11 @@ def describe(row: dict[str, Any]) -> str:
     parts = []
     for bits, loss in row["loss"].items():
         shares = [f"{100 * row[key][bits]:.1f}%" for key in ("train_top1", "top1") if bits in row.get(key, {})]
-        parts.append(f"{bits}b {loss:.3f} {'/'.join(shares)}".rstrip())
+        measured = row.get("measured", {}).get(bits, {})
+        named = measured if isinstance(measured, dict) else {"": measured}
+        numbers = [
+            f"{name} {value}".strip() if value is None else f"{name} {value:.4g}".strip()
+            for name, value in named.items()
+        ]
+        parts.append(" ".join([f"{bits}b {loss:.3f}", *(["/".join(shares)] if shares else []), *numbers]))
     return "  ".join(parts)

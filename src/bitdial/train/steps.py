@@ -22,11 +22,12 @@ from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
 from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_output import Output, known_class_axis, selected
 from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 from bitdial.train import distributed
 from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
 from bitdial.train.config import TrainConfig
-from bitdial.train.distill import Distiller
+from bitdial.train.distill import Distiller, class_axis_to_distill
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
@@ -57,9 +58,11 @@ class StepReport:
 class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
-    `loss` takes (model output, targets). `teacher` goes with distill='teacher' or 'cascade', `samples` (the size of the
-    training set) with distill='progressive', `sensitivity` (what `hessian_trace` returns, or a number per quantised
-    layer) with sampling='hasb'. The model may be wrapped in DistributedDataParallel(find_unused_parameters=True).
+    `loss` takes (output, targets): what the model returns, or the part of it that `output` selects, by name, by place
+    in a tuple or by a function; the same part is distilled and compared with class labels. `teacher` goes with
+    distill='teacher' or 'cascade', `samples` (the size of the training set) with distill='progressive', `sensitivity`
+    (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'. The model may be wrapped in
+    DistributedDataParallel(find_unused_parameters=True).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class JointStep:
         *,
         steps_per_epoch: int,
         loss: LossFunction = F.cross_entropy,
+        output: Output = None,
         teacher: nn.Module | None = None,
         samples: int | None = None,
         sensitivity: Sensitivity | Mapping[str, float] | None = None,
@@ -80,7 +84,7 @@ class JointStep:
                 "the teacher is the model itself; pass another, such as the float model that was given to prepare. "
                 "distill='in_place' lets the highest width teach the others"
             )
-        self.model, self.config, self.loss_function = model, config, loss
+        self.model, self.config, self.loss_function, self.output = model, config, loss, output
         self.total_steps = steps_per_epoch * config.epochs
         self.step = 0
         self.layers = {n: m for n, m in dialled_layers(model).items() if isinstance(m, QuantLayer)}
@@ -91,7 +95,7 @@ class JointStep:
         self.steps_per_epoch = steps_per_epoch
         self.sensitivity = None if sensitivity is None else sensitivity_of(sensitivity, list(self.layers))
         self.sampler = self._sampler()
-        self.distiller = Distiller(config, teacher=teacher, samples=samples)
+        self.distiller = Distiller(config, teacher=teacher, samples=samples, output=output)
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
         fused = self.on_gpu and config.fused and distributed.world_size() == 1
@@ -241,10 +245,14 @@ class JointStep:
 
     def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
         with self._autocast():
-            output = call(self.fast, inputs)
+            output = selected(call(self.fast, inputs), self.output)
             self.labels.learn(output, targets)
             hard = self.loss_function(output, targets)
-            return self.distiller.loss(hard, output, highest=highest, index=index), output
+            if not isinstance(hard, Tensor) or hard.numel() != 1:
+                what = f"a tensor of shape {tuple(hard.shape)}" if isinstance(hard, Tensor) else type(hard).__name__
+                raise TrainingError(f"the loss must be one number, the mean over the batch; got {what}")
+            axis = class_axis_to_distill(output, targets) if self.config.distill != "none" else -1
+            return self.distiller.loss(hard, output, highest=highest, index=index, axis=axis), output
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device_rate.device.type, torch.bfloat16, enabled=self.config.autocast is not None)
@@ -317,10 +325,10 @@ class JointStep:
 
     def _record(self, report: StepReport, bits: int, loss: Tensor, output: Any, targets: Any) -> None:
         report.loss[bits] = loss
-        if isinstance(output, Tensor) and isinstance(targets, Tensor) and targets.dtype == torch.int64:
-            guess = output.detach().argmax(dim=-1)
-            if guess.shape == targets.shape:
-                report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
+        axis = known_class_axis(output, targets)
+        if axis is not None and targets.dtype == torch.int64:
+            guess = output.detach().argmax(dim=axis)
+            report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
         scales = self._active_scales()
         peaks = _peaks([weight for weight, _ in scales] + [act for _, act in scales], loss)
         report.weight_scale_peaks[bits], report.act_scale_peaks[bits] = peaks.chunk(2)
