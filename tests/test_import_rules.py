@@ -38,7 +38,7 @@ SAME_LINE = {("train", "sensitivity"), ("planning", "sensitivity"), ("artifact",
 THROUGH_THE_TOP = LEVELS["export"]  # from here on, `from bitdial import load` will do
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.
-REQUIRED = {"torch", "numpy", "safetensors"}
+REQUIRED = {"torch", "numpy", "safetensors", "filelock"}
 # A file of kernels is imported by the function that needs it, so it may import their compiler at once.
 KERNEL_COMPILERS = {"triton"}
 KERNEL_FILES = SOURCES / "kernels" / "triton"

@@ -19,7 +19,7 @@ from bitdial.errors import CheckpointError, TrainingError
 from bitdial.prepare.model_call import Batch
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import distributed
-from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
+from bitdial.train.checkpoint import load_checkpoint, save_checkpoint, sole_user
 from bitdial.train.config import TrainConfig
 from bitdial.train.data import ArrayData, LoaderData, TrainingData
 from bitdial.train.evaluate import evaluate
@@ -84,6 +84,7 @@ class _Totals:
         }
 
 
+@sole_user
 def train(
     model: nn.Module,
     data: TrainingData | Iterable[Any],
@@ -100,7 +101,8 @@ def train(
 
     `data` is an ArrayData, or any sized iterable of (inputs, targets) or (inputs, targets, index). `evaluate_on` is
     evaluated at every width after each epoch. With `checkpoint`, the run saves itself there after each epoch, every
-    `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on from it.
+    `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on from it. One that another
+    process trains with is refused.
     Under torchrun it joins the other processes by itself.
     """
     device = next(model.parameters()).device
