@@ -18,7 +18,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "src" / "bitdial"
 # Folders and modules in the order in which data flows. Each may import from the lines above its own; within a line,
 # only what SAME_LINE names. Imports inside functions count like any other.
 ORDER: list[list[str]] = [
-    ["errors", "_cpu", "_version"],
+    ["errors", "_cpu", "_version", "_package"],
     ["config"],
     ["functional", "dial", "files", "models"],
     ["kernels"],
@@ -38,7 +38,7 @@ SAME_LINE = {("train", "sensitivity"), ("planning", "sensitivity"), ("artifact",
 THROUGH_THE_TOP = LEVELS["export"]  # from here on, `from bitdial import load` will do
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.
-REQUIRED = {"torch", "numpy", "safetensors"}
+REQUIRED = {"torch", "numpy", "safetensors", "filelock"}
 # A file of kernels is imported by the function that needs it, so it may import their compiler at once.
 KERNEL_COMPILERS = {"triton"}
 KERNEL_FILES = SOURCES / "kernels" / "triton"

@@ -121,12 +121,50 @@ import sys
 import torch
 before = set(sys.modules)
 import bitdial
+from bitdial import *
 print(*sorted({{m.partition(".")[0] for m in set(sys.modules) - before}} & {set(OPTIONAL)!r}))
 print(*sorted({{m.partition(".")[0] for m in sys.modules}} & {{"rich", "matplotlib", "sklearn", "highspy"}}))
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=HERE)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
+
+
+def test_type_checkers_see_what_users_get() -> None:
+    """The imports for type checkers name each public object, and where it is imported from when it is asked for."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == bitdial._homes
+    assert sorted([*seen, "__version__"]) == PUBLIC
+
+
+LAZY = """
+import sys
+import bitdial
+assert bitdial.__version__ and "train" in dir(bitdial)
+assert "torch" not in sys.modules, "it is imported with the first name"
+try:
+    bitdial.nothing
+except AttributeError as problem:
+    assert str(problem) == "module 'bitdial' has no attribute 'nothing'"
+from bitdial.train import TrainConfig  # folders of these names are imported first ...
+import bitdial.prepare.config
+from bitdial import functional, train
+for function in (bitdial.train, bitdial.prepare, train):
+    assert callable(function), "... and do not take the functions' place"
+assert bitdial.TrainConfig is TrainConfig and functional.__name__ == "bitdial.functional"
+names = {}
+exec("from bitdial import *", names)
+assert set(bitdial.__all__) <= set(names) and names["train"] is train
+bitdial.train = "a user's own"
+assert bitdial.train == "a user's own"
+"""
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    run = subprocess.run([sys.executable, "-c", LAZY], capture_output=True, text=True, timeout=60, env=HERE)
+    assert run.returncode == 0, run.stderr
 
 
 def test_importing_is_silent() -> None:

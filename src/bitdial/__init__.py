@@ -8,43 +8,36 @@ live = load("model.safetensors", float_model)
 set_bits(live, 4)
 """
 
+import typing as _typing
+
 from bitdial._cpu import guard_onednn
+from bitdial._package import load_when_asked as _load_when_asked
 from bitdial._version import __version__
 
 guard_onednn()  # before anything imports torch
 
-from bitdial.artifact import Artifact, read_artifact, save  # noqa: E402
-from bitdial.dial.dial import at_bits, get_bits, set_bits  # noqa: E402
-from bitdial.dial.plan import BitPlan  # noqa: E402
-from bitdial.errors import BitdialError  # noqa: E402
-from bitdial.export import export_onnx, onnx_session_options  # noqa: E402
-from bitdial.export.transformers import export_pretrained, load_pretrained  # noqa: E402
-from bitdial.functional import narrow  # noqa: E402
-from bitdial.live.engines.exact import code_exact  # noqa: E402
-from bitdial.live.engines.packed import view_at_bits  # noqa: E402
-from bitdial.live.load import load, load_trainable  # noqa: E402
-from bitdial.live.memory import resident_bytes  # noqa: E402
-from bitdial.models import build_model  # noqa: E402
-from bitdial.planning import candidates, evaluate_plans, pareto_front, search  # noqa: E402
-from bitdial.planning.cost import measure_costs  # noqa: E402
-from bitdial.prepare.config import QuantConfig, Rule  # noqa: E402
-from bitdial.prepare.prepare import prepare  # noqa: E402
-from bitdial.prepare.transitions import add_transitions  # noqa: E402
-from bitdial.sensitivity.hutchinson import hessian_trace  # noqa: E402
-from bitdial.sensitivity.result import Sensitivity  # noqa: E402
-from bitdial.train import (  # noqa: E402
-    ArrayData,
-    JointStep,
-    Shift,
-    TrainConfig,
-    accuracy,
-    batched,
-    evaluate,
-    load_checkpoint,
-    recalibrate_norms,
-    save_checkpoint,
-    train,
-)
+if _typing.TYPE_CHECKING:
+    from bitdial.artifact import Artifact, read_artifact, save
+    from bitdial.dial.dial import at_bits, get_bits, set_bits
+    from bitdial.dial.plan import BitPlan
+    from bitdial.errors import BitdialError
+    from bitdial.export import export_onnx, onnx_session_options
+    from bitdial.export.transformers import export_pretrained, load_pretrained
+    from bitdial.functional import narrow
+    from bitdial.live.engines.exact import code_exact
+    from bitdial.live.engines.packed import view_at_bits
+    from bitdial.live.load import load, load_trainable
+    from bitdial.live.memory import resident_bytes
+    from bitdial.models import build_model
+    from bitdial.planning import candidates, evaluate_plans, pareto_front, search
+    from bitdial.planning.cost import measure_costs
+    from bitdial.prepare.config import QuantConfig, Rule
+    from bitdial.prepare.prepare import prepare
+    from bitdial.prepare.transitions import add_transitions
+    from bitdial.sensitivity.hutchinson import hessian_trace
+    from bitdial.sensitivity.result import Sensitivity
+    from bitdial.train import ArrayData, JointStep, Shift, TrainConfig, load_checkpoint, save_checkpoint, train
+    from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
 
 __all__ = [
     "ArrayData",
@@ -90,3 +83,31 @@ __all__ = [
     "train",
     "view_at_bits",
 ]
+
+# Where each name is: as above, but imported when it is asked for. PyTorch comes with the first of them.
+_load_when_asked(
+    __name__,
+    {
+        "bitdial.artifact": "Artifact read_artifact save",
+        "bitdial.dial.dial": "at_bits get_bits set_bits",
+        "bitdial.dial.plan": "BitPlan",
+        "bitdial.errors": "BitdialError",
+        "bitdial.export": "export_onnx onnx_session_options",
+        "bitdial.export.transformers": "export_pretrained load_pretrained",
+        "bitdial.functional": "narrow",
+        "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.engines.packed": "view_at_bits",
+        "bitdial.live.load": "load load_trainable",
+        "bitdial.live.memory": "resident_bytes",
+        "bitdial.models": "build_model",
+        "bitdial.planning": "candidates evaluate_plans pareto_front search",
+        "bitdial.planning.cost": "measure_costs",
+        "bitdial.prepare.config": "QuantConfig Rule",
+        "bitdial.prepare.prepare": "prepare",
+        "bitdial.prepare.transitions": "add_transitions",
+        "bitdial.sensitivity.hutchinson": "hessian_trace",
+        "bitdial.sensitivity.result": "Sensitivity",
+        "bitdial.train": "ArrayData JointStep Shift TrainConfig load_checkpoint save_checkpoint train",
+        "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
+    },
+)

@@ -51,16 +51,23 @@ def test_recipe_leaves_the_artifact_and_no_checkpoint(tmp_path) -> None:
     assert outcome.top1[4] > 0.3  # chance is 0.1
 
 
-def test_a_finished_run_is_not_overwritten(tmp_path, capsys) -> None:
+def test_a_finished_run_is_shown_and_no_other_is_overwritten(tmp_path, capsys, monkeypatch) -> None:
     command = ["train", "digits", "--epochs", "1", "--out", str(tmp_path)]
     assert main(command) == 0
     before = (tmp_path / "digits.safetensors").read_bytes()
-    for again in (command, [*command, "--seed", "1"]):
-        assert main(again) == 1
-        assert "digits.safetensors is there already" in capsys.readouterr().err
-        assert (tmp_path / "digits.safetensors").read_bytes() == before
+    table, saved = capsys.readouterr().out.split("Saved ")
+    table = table[table.index("digits ") :]  # behind the progress bars
+    assert "Accuracy on 500 images of digits, the test set" in table
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["bitdial.recipes.digits"], "train_float", lambda *_, **__: pytest.fail("again"))
+        assert main(command) == 0
+        assert capsys.readouterr().out.startswith(f"{table}{saved.strip()} is there: this run is finished")
+        assert main([*command, "--seed", "1"]) == 1
+        assert "of another run (seed: 0 then, 1 now)" in capsys.readouterr().err
+    assert (tmp_path / "digits.safetensors").read_bytes() == before
     assert main([*command, "--seed", "1", "--replace"]) == 0
     assert (tmp_path / "digits.safetensors").read_bytes() != before
+    assert read_artifact(tmp_path / "digits.safetensors").metrics["run"]["name"] == "digits-seed=1-epochs=1"
 
 
 def test_every_option_reaches_the_run(tmp_path, monkeypatch) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.files import container
 from bitdial.files.container import read_container, write_container
+from bitdial.files.lock import sole_writer
 from bitdial.train import ArrayData, History, JointStep, TrainConfig, load_checkpoint, save_checkpoint, train
 from bitdial.train.data import Sample
 
@@ -239,6 +240,18 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, make_model: MakeModel, 
     assert same.to_dict() == history.to_dict()
     assert (tmp_path / "c").read_bytes() == written
     assert not again.training
+
+
+def test_another_process_that_trains_with_the_file_is_named(
+    tmp_path: Path, make_model: MakeModel, make_data: MakeData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, config = tmp_path / "run.ckpt", TrainConfig(epochs=1)
+    with sole_writer(path, work="theirs"):
+        with pytest.raises(CheckpointError, match=r"run\.ckpt is being written by process \d+ \(theirs"):
+            train(make_model(), make_data(), config, checkpoint=path, progress=False)
+        monkeypatch.setenv("RANK", "1")  # rank 0 has the lock for all that train together
+        train(make_model(), make_data(), config, checkpoint=path, progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
 
 
 @pytest.mark.parametrize("every, expected", [(None, [3, 6, 9]), (1, list(range(1, 10))), (2, [2, 3, 4, 6, 8, 9])])

@@ -29,7 +29,8 @@ from bitdial.cli.arguments import (
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.export import export_command
 from bitdial.cli.mixed import pareto_command, search_command, sensitivity_command, show_correlation
-from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table
+from bitdial.cli.places import writing
+from bitdial.cli.tables import bits_text, number, percent, setting_label, show_table, stored_accuracies
 from bitdial.dial.dial import set_bits
 from bitdial.errors import BitdialError
 from bitdial.functional import SCHEMES, TIE_RULES, scheme_of
@@ -37,6 +38,7 @@ from bitdial.live.kernel_choice import KERNELS
 from bitdial.live.load import load
 from bitdial.prepare.config import SCALE_GRADIENTS, STARTS
 from bitdial.recipes import NORM_FORMS, RECIPES, TEACHERS, TEST_DATA, RecipeOptions
+from bitdial.recipes.run import FinishedRun, describe_images
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
@@ -212,11 +214,14 @@ def _train_command(train: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> None:
+    name = "mixed" if options.mixed else "demo"
+    with writing(options, {"--out": options.out / f"{name}.html"}):
+        (_mixed_demo if options.mixed else _uniform_demo)(options)
+
+
+def _uniform_demo(options: argparse.Namespace) -> None:
     from bitdial.demos.uniform import run_demo
 
-    if options.mixed:
-        _mixed_demo(options)
-        return
     print("Training a small residual network on handwritten digits: float first, then 8, 6, 4 and 2 bits jointly.")
     began = time.monotonic()
     outcome = run_demo(options.out)
@@ -286,11 +291,22 @@ def _mixed_demo(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions)}
-    outcome = RECIPES[options.recipe](RecipeOptions(**given))
-    rows = [["float", f"{100 * outcome.float_top1:.2f} %"]]
-    rows += [[f"{bits} bits", f"{100 * top1:.2f} %"] for bits, top1 in outcome.top1.items()]
-    show_table(options.recipe, ["setting", "accuracy"], rows)
+    try:
+        outcome = RECIPES[options.recipe](RecipeOptions(**given))
+    except FinishedRun as found:
+        _show_accuracies(options.recipe, found.artifact.metrics)
+        print(f"{found.path} is there: this run is finished. To train it again, add --replace")
+        return
+    _show_accuracies(options.recipe, outcome.metrics)
     print(f"Saved {outcome.artifact}")
+
+
+def _show_accuracies(title: str, metrics: dict[str, Any]) -> None:
+    """The table of what a run came to, and on which images."""
+    top1 = stored_accuracies(metrics)
+    rows = [["float", percent(metrics.get("float_top1"))], *([f"{bits} bits", percent(v)] for bits, v in top1.items())]
+    show_table(title, ["setting", "accuracy"], rows)
+    print(f"Accuracy on {describe_images(metrics.get('images'))}")
 
 
 def _eval(options: argparse.Namespace) -> None:
@@ -364,8 +380,7 @@ def _inspect(options: argparse.Namespace) -> None:
         ["digest", f"{artifact.digest} (checked)"],
     ]
     show_table(str(options.file), ["", ""], facts_rows)
-    metrics = artifact.metrics.get("top1")
-    top1 = metrics if isinstance(metrics, dict) else {}
+    top1 = stored_accuracies(artifact.metrics)
     rows = [
         [f"{bits} bits", f"{size['separate'][bits]:,}", percent(top1.get(str(bits)))] for bits in artifact.bit_choices
     ]

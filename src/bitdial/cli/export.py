@@ -9,6 +9,7 @@ import torch
 from bitdial.artifact import read_artifact
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, resolve_setting, shape
 from bitdial.cli.data import sample_input
+from bitdial.cli.places import writing
 from bitdial.errors import ConfigError
 from bitdial.export import export_onnx
 from bitdial.export.onnx import OPSETS
@@ -52,8 +53,14 @@ def _export(options: argparse.Namespace) -> None:
     if options.hf is not None:
         if options.model is None:
             raise ConfigError("--hf needs --model DIR, the folder of the float model, with its config.json")
-        print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
+        with writing(options, {"--hf": options.hf}):
+            print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
         return
+    with writing(options, {"--onnx": options.onnx}):
+        _export_onnx(options)
+
+
+def _export_onnx(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
     sample = sample_input(options.input, artifact).to(TYPES[options.dtype or "float32"])
     bits = None if options.bits is None else resolve_setting(options.bits, artifact)

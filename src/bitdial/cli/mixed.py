@@ -12,6 +12,7 @@ import torch
 from bitdial.artifact import Artifact, amend, read_artifact
 from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seed, shape
 from bitdial.cli.data import fitting, held_out_data, latency_table, sample_input, training_data, was_trained_on
+from bitdial.cli.places import ARTIFACT, writing
 from bitdial.cli.tables import bits_text, number, percent, show_table
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
@@ -154,6 +155,11 @@ def _flag(quantity: str) -> str:
 
 
 def _sensitivity(options: argparse.Namespace) -> None:
+    with writing(options, {ARTIFACT: options.file if options.store else None, "--out": options.out}):
+        _find_sensitivity(options)
+
+
+def _find_sensitivity(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
     device = _device()
     generator = torch.Generator().manual_seed(options.seed)
@@ -190,6 +196,11 @@ def _search(options: argparse.Namespace) -> None:
     combined = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     if options.name is not None and len(combined) > 1:
         raise ConfigError(f"--name names one plan, but these budgets ask for {len(combined)}; leave it out")
+    with writing(options, {ARTIFACT: options.file if options.store else None, "--out": options.out}):
+        _find_plans(options, combined)
+
+
+def _find_plans(options: argparse.Namespace, combined: list[dict[str, float]]) -> None:
     artifact = read_artifact(options.file)
     sensitivity = _stored_sensitivity(options, artifact)
     model = load_trainable(artifact)
@@ -210,6 +221,13 @@ def _search(options: argparse.Namespace) -> None:
 
 
 def _pareto(options: argparse.Namespace) -> None:
+    page = options.report or options.file.with_suffix(".html")
+    stored = options.file if options.store else None
+    with writing(options, {ARTIFACT: stored, "--out": options.out, "--report": page}):
+        _find_front(options, page)
+
+
+def _find_front(options: argparse.Namespace, page: Path) -> None:
     artifact = read_artifact(options.file)
     sensitivity = _stored_sensitivity(options, artifact)
     others = [MeasuredFront.load(path) for path in options.compare]
@@ -244,7 +262,6 @@ def _pareto(options: argparse.Namespace) -> None:
     if options.store:
         amend(options.file, plans=_front_plans(artifact, front), metrics={"front": front.summary()})
         print(f"Stored in {options.file}: {', '.join(map(repr, front.plans))}")
-    page = options.report or options.file.with_suffix(".html")
     front_report(page, front, sensitivity, others=others, file=options.file.name)
     print(f"Page: {page}")
 

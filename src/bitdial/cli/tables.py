@@ -1,5 +1,7 @@
 """What commands print."""
 
+from typing import Any
+
 from bitdial.dial.plan import LayerBits
 from bitdial.errors import MissingDependencyError
 
@@ -39,3 +41,9 @@ def number(value: float) -> str:
 def bits_text(bits: tuple[int, int]) -> str:
     """'4', or '4:8' where activation bits differ from weight bits."""
     return f"{bits[0]}" if bits[0] == bits[1] else f"{bits[0]}:{bits[1]}"
+
+
+def stored_accuracies(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The accuracies by width that a file stores; none if it has something else in their place."""
+    found = metrics.get("top1")
+    return found if isinstance(found, dict) else {}

@@ -26,7 +26,8 @@ from bitdial.recipes.cifar10_training import (
     teacher_network,
     where_it_ran,
 )
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, refuse_finished, run_name, settings_of
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, run_name, settings_of
+from bitdial.recipes.run import RecipeRun
 from bitdial.sensitivity.hutchinson import hessian_trace
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
@@ -59,9 +60,22 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
     start = _read_start(recipe, options)
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=EPOCHS, lr=LR, batch=BATCH)
     settings["bit_choices"] = start.bit_choices
-    run = run_name(f"mixed-{start.digest[:8]}", changed)
-    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
-    refuse_finished(artifact, checkpoint, options)
+    name = run_name(f"mixed-{start.digest[:8]}", changed)
+    run = RecipeRun(
+        recipe=f"{recipe}-mixed",
+        name=name,
+        options=options,
+        settings=settings | {"start_from": start.digest},
+        changed=changed,
+        artifact=options.out / f"{name}.safetensors",
+        checkpoint=options.out / f"{name}.ckpt",
+    )
+    with run.alone():
+        return _train(network, run, start)
+
+
+def _train(network: str, run: RecipeRun, start: Artifact) -> RecipeOutcome:
+    options, settings, changed = run.options, run.settings, run.changed
     device = run_device()
     config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))
     images, held = cifar10_data(options.data or Path("data"), holdout=options.holdout, device=device)
@@ -77,7 +91,7 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
             config,
             teacher=_teacher(network, options, images, settings),
             sensitivity=sensitivity,
-            checkpoint=checkpoint,
+            checkpoint=run.checkpoint,
             progress=options.progress,
         )
     found = _search(model, sensitivity, images, start.bit_choices, options.progress)
@@ -89,25 +103,21 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
             recalibrate_norms(model, (batch.inputs for batch in batches), plans_and_widths)
         top1 = evaluate(model, test, start.bit_choices)
         measured = evaluate_plans(model, found, test, accuracy, progress=options.progress)
-    metrics = {
-        "recipe": recipe,
-        "holdout": options.holdout,
-        "float_top1": start.metrics["float_top1"],
-        "top1": {str(b): v for b, v in top1.items()},
-    }
+    metrics = run.metrics(float_top1=start.metrics["float_top1"], top1=top1, data="CIFAR-10", test=test)
     plans = {_plan_name(one.budgets["average_bits"]): one.plan for one in found}
-    save(model, artifact, metrics=metrics, plans=plans, sensitivity=sensitivity)
+    save(model, run.artifact, metrics=metrics, plans=plans, sensitivity=sensitivity)
     if options.results is not None:
         others = changed if network == "resnet20" else {"model": network, **changed}
         for one in found:
             row = _row(settings, others, one, measured[one.plan], metrics, start) | where_it_ran(device, history)
             add_result(options.results, row | {"command": options.command})
-    checkpoint.unlink()
+    run.checkpoint.unlink()
     return RecipeOutcome(
         model=model,
         float_model=None,
-        artifact=artifact,
+        artifact=run.artifact,
         history=history,
+        metrics=metrics,
         float_top1=start.metrics["float_top1"],
         top1=top1,
         test=test,

@@ -21,11 +21,11 @@ from bitdial.recipes.outcome import (
     RecipeOptions,
     RecipeOutcome,
     add_result,
-    refuse_finished,
     run_name,
     settings_of,
     write_history,
 )
+from bitdial.recipes.run import RecipeRun
 from bitdial.train import ArrayData, History, Shift, TrainConfig, accuracy, batched, evaluate, recalibrate_norms, train
 from bitdial.train.float_loop import train_float
 
@@ -55,20 +55,28 @@ def cifar10_mobilenetv2(options: RecipeOptions) -> RecipeOutcome:
 
 
 def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
-    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-        return _run(network, options)
-
-
-def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
     if options.start_from is not None:
         raise ConfigError(f"--start-from and --sampling are for the recipe cifar10-{network}-mixed")
     check_cutout(options)
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
     recipe = f"cifar10-{network}"
-    run = run_name(options.name or recipe, changed)
-    checkpoint, artifact = options.out / f"{run}.ckpt", options.out / f"{run}.safetensors"
-    refuse_finished(artifact, checkpoint, options)
+    name = run_name(options.name or recipe, changed)
+    run = RecipeRun(
+        recipe=recipe,
+        name=name,
+        options=options,
+        settings=settings,
+        changed=changed,
+        artifact=options.out / f"{name}.safetensors",
+        checkpoint=options.out / f"{name}.ckpt",
+    )
+    with run.alone(), torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        return _train(network, run)
+
+
+def _train(network: str, run: RecipeRun) -> RecipeOutcome:
+    options, settings, changed = run.options, run.settings, run.changed
     device = run_device()
     quant = QuantConfig(**settings_of(QuantConfig, settings))
     config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))
@@ -87,7 +95,7 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         config,
         teacher=teacher,
         evaluate_on=test if options.history else None,
-        checkpoint=checkpoint,
+        checkpoint=run.checkpoint,
         progress=options.progress,
     )
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -97,13 +105,8 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         float_top1 = accuracy(float_model, test)
         teacher_top1 = accuracy(teacher, test) if teacher is not None and options.teacher is not None else None
         top1 = evaluate(model, test, options.bit_choices)
-    metrics = {
-        "recipe": recipe,
-        "holdout": options.holdout,
-        "float_top1": float_top1,
-        "top1": {str(b): v for b, v in top1.items()},
-    }
-    save(model, artifact, metrics=metrics)
+    metrics = run.metrics(float_top1=float_top1, top1=top1, data="CIFAR-10", test=test)
+    save(model, run.artifact, metrics=metrics)
     others = changed if network == "resnet20" else {"model": network, **changed}
     row = _row(settings, others, metrics, history, device) | {"command": options.command}
     if teacher_top1 is not None:
@@ -112,12 +115,13 @@ def _run(network: str, options: RecipeOptions) -> RecipeOutcome:
         write_history(options.history, history, row)
     if options.results is not None:
         add_result(options.results, row)
-    checkpoint.unlink()
+    run.checkpoint.unlink()
     return RecipeOutcome(
         model=model,
         float_model=float_model,
-        artifact=artifact,
+        artifact=run.artifact,
         history=history,
+        metrics=metrics,
         float_top1=float_top1,
         top1=top1,
         test=test,

@@ -8,7 +8,8 @@ from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, refuse_finished, run_name, settings_of
+from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, run_name, settings_of
+from bitdial.recipes.run import RecipeRun
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 from bitdial.train.float_loop import train_float
 
@@ -54,16 +55,27 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
                 f"the digits recipe has its own data and a small network: it takes no --{name.replace('_', '-')}"
             )
     settings, changed = options.settings(epochs=16, lr=2e-3)
-    quant = QuantConfig(**settings_of(QuantConfig, settings))
-    config = TrainConfig(**settings_of(TrainConfig, settings))
+    run = RecipeRun(
+        recipe="digits",
+        name=run_name("digits", changed),
+        options=options,
+        settings=settings,
+        changed=changed,
+        artifact=options.out / f"{options.name or 'digits'}.safetensors",
+        checkpoint=options.out / f"{run_name('joint', changed)}.ckpt",
+    )
+    with run.alone():
+        return _train(run)
+
+
+def _train(run: RecipeRun) -> RecipeOutcome:
+    options = run.options
+    quant = QuantConfig(**settings_of(QuantConfig, run.settings))
+    config = TrainConfig(**settings_of(TrainConfig, run.settings))
     x, y, x_test, y_test = digits_data(holdout=options.holdout)
     data = ArrayData(x, y, batch_size=64, seed=options.seed, augment=Shift(pixels=1))
     test = batched(x_test, y_test)
     float_checkpoint = options.out / ("float-holdout.ckpt" if options.holdout else "float.ckpt")
-    joint_checkpoint = options.out / f"{run_name('joint', changed)}.ckpt"
-    artifact = options.out / f"{options.name or 'digits'}.safetensors"
-    refuse_finished(artifact, joint_checkpoint, options)
-
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         float_model = build_model("cifar_resnet", blocks=1, width=16, in_channels=1)
@@ -85,24 +97,20 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
         config,
         teacher=float_model if options.taught else None,
         evaluate_on=test,
-        checkpoint=joint_checkpoint,
+        checkpoint=run.checkpoint,
         progress=options.progress,
     )
     top1 = evaluate(model, test, options.bit_choices)
-    metrics = {
-        "recipe": "digits",
-        "holdout": options.holdout,
-        "float_top1": float_top1,
-        "top1": {str(b): v for b, v in top1.items()},
-    }
-    save(model, artifact, metrics=metrics)
-    for checkpoint in (float_checkpoint, joint_checkpoint):  # the artifact is safe: nothing to go on from
+    metrics = run.metrics(float_top1=float_top1, top1=top1, data="digits", test=test)
+    save(model, run.artifact, metrics=metrics)
+    for checkpoint in (float_checkpoint, run.checkpoint):  # the artifact is safe: nothing to go on from
         checkpoint.unlink()
     return RecipeOutcome(
         model=model,
         float_model=float_model,
-        artifact=artifact,
+        artifact=run.artifact,
         history=history,
+        metrics=metrics,
         float_top1=float_top1,
         top1=top1,
         test=test,

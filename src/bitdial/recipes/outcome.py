@@ -129,15 +129,6 @@ class RecipeOptions:
         return settings, {name: value for name, value in settings.items() if value != defaults[name]}
 
 
-def refuse_finished(artifact: Path, checkpoint: Path, options: RecipeOptions) -> None:
-    """ConfigError if what the run would write is there, and no checkpoint to go on from: it would be lost."""
-    if artifact.exists() and not checkpoint.exists() and not options.replace:
-        raise ConfigError(
-            f"{artifact} is there already: this run is finished, or another one has its name; train it again with "
-            "--replace, or choose another --out"
-        )
-
-
 def settings_of(kind: type[Config], settings: dict[str, Any]) -> dict[str, Any]:
     """Those of `settings` that the config class `kind` has too."""
     return {f.name: settings[f.name] for f in fields(kind) if f.name in settings}  # type: ignore[arg-type]
@@ -157,6 +148,7 @@ class RecipeOutcome:
     float_model: nn.Module | None  # None if the run went on from a file
     artifact: Path
     history: History
+    metrics: dict[str, Any]  # of the artifact
     float_top1: float
     top1: dict[int, float]
     test: list[tuple[Tensor, Tensor]]

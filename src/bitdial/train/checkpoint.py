@@ -4,9 +4,11 @@ Model, optimizers and random states (see `bitdial.train.state`), schedule positi
 floors. A resumed run equals one that never stopped, provided that the data repeats itself (`ArrayData` does).
 """
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +16,13 @@ from torch import Tensor
 from bitdial.dial.dial import unwrap
 from bitdial.errors import CheckpointError
 from bitdial.files.container import read_container, write_container
+from bitdial.files.lock import sole_writer
 from bitdial.train import distributed
 from bitdial.train.state import SavedState, checking, like, python_random, state_tensors, under
 from bitdial.train.steps import JointStep
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 VERSION = 1
 _OPERATIONAL = ("checkpoint_every", "cuda_graph", "fused")  # settings that do not change what is trained
 
@@ -68,6 +73,25 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
     step.loss_sum.zero_()
     step.step = number
     return extra
+
+
+def sole_user(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, with the file that its argument `checkpoint` names kept to this process while it runs.
+
+    CheckpointError at once if another process has it: two runs would take turns in writing it. Of processes that train
+    together, rank 0 writes, and so has the lock.
+    """
+
+    @functools.wraps(function)
+    def alone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        path: Any = kwargs.get("checkpoint")
+        first = distributed.rank() == 0 if distributed.active() else os.environ.get("RANK", "0") == "0"
+        if path is None or not first:
+            return function(*args, **kwargs)
+        with sole_writer(path, work="a training", error=CheckpointError):
+            return function(*args, **kwargs)
+
+    return alone
 
 
 def _run(step: JointStep) -> dict[str, Any]:

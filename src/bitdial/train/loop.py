@@ -21,7 +21,7 @@ from bitdial.prepare.model_call import Batch
 from bitdial.prepare.model_output import Output
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import distributed
-from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
+from bitdial.train.checkpoint import load_checkpoint, save_checkpoint, sole_user
 from bitdial.train.config import TrainConfig
 from bitdial.train.data import ArrayData, LoaderData, TrainingData
 from bitdial.train.evaluate import accuracy
@@ -88,6 +88,7 @@ class _Totals:
         }
 
 
+@sole_user
 def train(
     model: nn.Module,
     data: TrainingData | Iterable[Any],
@@ -108,7 +109,7 @@ def train(
     part of what the model returns that `loss` takes. On `evaluate_on`, `measure(model, batches)` is taken at every
     width after each epoch, and once on its first batch before the first. With `checkpoint`, the run saves itself there
     after each epoch, every `config.checkpoint_every` steps and on SIGTERM; if the file is there already, it goes on
-    from it. Under torchrun it joins the other processes by itself.
+    from it. One that another process trains with is refused. Under torchrun it joins the other processes by itself.
     """
     device = next(model.parameters()).device
     distributed.join(device)
