@@ -30,7 +30,8 @@ border between two codes may land on either side. Here every sum is a sum of int
 
 Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are, so do norms of
 a class that changes how a batch norm computes; sums that a model takes by function (`x.mean(...)`, attention) are
-float32 sums and outside this definition.
+float32 sums and outside this definition. So that they have one order on one machine, images are laid out as kernels lay
+them out, channels last.
 
 This file judges the others: nothing here comes from another engine, and no engine inherits from it.
 """
@@ -125,7 +126,8 @@ def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
             a -= zero_point.double()
         y = _sum(layer, a, whole).float()
         y = y * kind.over_channels(scale * step)
-    return y if layer.bias is None else y + kind.over_channels(layer.bias)
+    y = y if layer.bias is None else y + kind.over_channels(layer.bias)
+    return _as_images(y) if kind.image_dims == 2 else y
 
 
 def _sum(layer: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -133,6 +135,11 @@ def _sum(layer: Any, x: Tensor, rows: Tensor) -> Tensor:
     kind: LayerKind = layer.kind
     with torch.backends.cudnn.flags(enabled=False):  # it may choose transforms that are not exact
         return kind.product(layer, x, kind.from_rows(layer, rows), None)
+
+
+def _as_images(y: Tensor) -> Tensor:
+    """Images `y` as kernels lay them out, channels last: what a model sums by function depends on that."""
+    return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y
 
 
 def _fixed_point_input(layer: LiveLayer, x: Tensor, terms: int) -> tuple[Tensor, Tensor]:
@@ -204,7 +211,8 @@ def float_forward(layer: Any, x: Tensor) -> Tensor:
     w, weight_power = fixed_point_weight(layer)
     y = _sum(layer, a, w) * power
     y = (y * weight_power.reshape(())).float()
-    return y if layer.bias is None else y + kind.over_channels(layer.bias.detach())
+    y = y if layer.bias is None else y + kind.over_channels(layer.bias.detach())
+    return _as_images(y) if kind.image_dims == 2 else y
 
 
 def float_layer_bits(layer: Any) -> int:
@@ -244,7 +252,7 @@ class ExactNorm(nn.Module):
         """y * multiplier + offset."""
         shape = (1, -1, *(1,) * (input.dim() - 2))
         multiplier, offset = (line.to(input.device).view(shape) for line in norm_affine(self))
-        return input * multiplier + offset
+        return _as_images(input * multiplier + offset)
 
     def plain(self) -> nn.Module:
         """The batch norm."""

@@ -127,6 +127,23 @@ class BranchingNet(nn.Module):
         return F.relu(x) if float(x.sum()) > 1e9 else x
 
 
+class ExcitedNet(nn.Module):
+    """Squeeze-and-excite on a norm that comes first: sums by function, whose order depends on the memory layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.stem = nn.BatchNorm2d(3), nn.Conv2d(3, 16, 3, padding=1)
+        self.body = nn.Conv2d(16, 16, 3, padding=1)
+        self.squeeze, self.excite, self.head = nn.Linear(19, 4), nn.Linear(4, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        y = F.relu(self.body(F.relu(self.stem(x))))
+        means = torch.cat([x.mean((2, 3)), F.adaptive_avg_pool2d(y, 1).flatten(1)], dim=1)
+        weights = torch.sigmoid(self.excite(F.silu(self.squeeze(means))))
+        return self.head((y * weights[:, :, None, None]).mean((2, 3)))
+
+
 IMAGES = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(3))
 NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "residual": (lambda: build_model("cifar_resnet", blocks=1, width=4), IMAGES),
@@ -135,6 +152,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "odd": (OddNet, IMAGES),
     "in place": (InPlaceNet, IMAGES),
     "branching": (BranchingNet, IMAGES),
+    "excited": (ExcitedNet, IMAGES),
 }
 
 
@@ -171,7 +189,7 @@ def equal(live: nn.Module, exact: nn.Module, x: Tensor, setting: Any) -> None:
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested", "centred"])
 @pytest.mark.parametrize("net", NETS)
 def test_networks_equal_their_exact_evaluation(net: str, scheme: str, tmp_path: Path) -> None:
-    model, x = make(net, tmp_path / "m", scheme=scheme, keep_first_last=net == "residual")
+    model, x = make(net, tmp_path / "m", scheme=scheme, keep_first_last=net in ("residual", "excited"))
     live, exact = (load(tmp_path / "m", model, device=DEVICE, kernels=kind) for kind in ("integer", "float"))
     assert isinstance(live, IntegerModel)
     exact = code_exact(exact)
