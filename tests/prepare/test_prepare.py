@@ -886,8 +886,8 @@ def test_the_ready_made_transformer() -> None:
     tokens = torch.arange(32).view(2, 16)
     prepared = prepare(build_model("tiny_transformer"), QUICK, tokens)
     names = quantised(prepared)
-    assert len(names) == 11
-    assert "blocks.0.attention.q" not in names  # the first linear to run
+    assert len(names) == 12
+    assert "blocks.0.attention.q" in names  # the first linear to run, but behind the embedding
     assert "head" not in names
     set_bits(prepared, 4)
     assert prepared(tokens).shape == (2, 2)
