@@ -786,27 +786,7 @@ def test_no_layer_starts_dead(start: str, scheme: str) -> None:
         assert used > 1.9, bits
 
 
-# --- other dtypes, other models -----------------------------------------------------------------
-
-
-def test_a_float64_model_stays_float64() -> None:
-    model = Net().double().eval()
-    images = IMAGES.double()
-    prepared = prepare(model, QuantConfig(activations="asymmetric"), images)
-    assert {p.dtype for p in prepared.parameters()} == {torch.float64}
-    for bits in BITS:
-        set_bits(prepared, bits)
-        assert prepared(images).dtype == torch.float64
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_model_runs_or_is_refused(dtype: torch.dtype) -> None:
-    model, images = Net().to(dtype).eval(), IMAGES.to(dtype)
-    try:
-        prepared = prepare(model, QUICK, images)
-    except ConfigError:
-        return
-    assert torch.isfinite(prepared(images)).all()
+# --- other models -----------------------------------------------------------------
 
 
 def test_an_encoder_layer_quantises_without_gradients_too() -> None:

@@ -1,10 +1,12 @@
 """The dial: the one way to change which width a model runs at."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from bitdial.dial.plan import BitPlan, LayerBits, as_plan, resolve_bits, shortened
 from bitdial.errors import PlanError
@@ -102,14 +104,23 @@ class _OneByOne(Board[Selection]):
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel, DataParallel or torch.compile."""
+    """The user's own module inside DistributedDataParallel, DataParallel, AveragedModel or torch.compile."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
             return model
+
+
+def copy_unwrapped(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of `model` without wrappers, around it or around modules inside: names are those of the plain model."""
+    memo = {} if memo is None else memo
+    for module in reversed(list(model.modules())):  # what is inside another first
+        if (inner := unwrap(module)) is not module:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+    return copy.deepcopy(unwrap(model), memo)
 
 
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:

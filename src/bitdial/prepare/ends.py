@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitdial.nn import LayerKind, kind_of
@@ -130,7 +129,7 @@ def find_ends(model: nn.Module, weights: Weights, layers: Mapping[str, nn.Module
         for name, layer in layers.items():
             hook = layer.register_forward_hook(functools.partial(count, name), with_kwargs=True)
             stack.callback(hook.remove)
-        counter = FlopCounterMode(display=False, custom_mapping=_UNCOUNTED)
+        counter = _multiply_add_counter()
         with evaluating(model), counter, flow:
             flow.start(batch)
             output = call(model, batch)
@@ -155,20 +154,22 @@ def _ends(
     return tuple(stems), tuple(heads), tuple(by_order)
 
 
-def _attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
-    return sdpa_flop_count(q, k, v)
+def _multiply_add_counter() -> Any:
+    """PyTorch's counter, which counts two operations for each; with functions that it leaves out. They get shapes."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count  # brings triton
 
+    def attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
+        return sdpa_flop_count(q, k, v)
 
-def _mkldnn_rnn(x: Any, w_in: Any, w_hidden: Any, *others: Any, **named: Any) -> int:
-    return 2 * x[0] * x[1] * (w_in[0] * w_in[1] + w_hidden[0] * w_hidden[1])
+    def mkldnn_rnn(x: Any, w_in: Any, w_hidden: Any, *others: Any, **named: Any) -> int:
+        return 2 * x[0] * x[1] * (w_in[0] * w_in[1] + w_hidden[0] * w_hidden[1])
 
+    def cudnn_rnn(x: Any, weights: Any, *others: Any, **named: Any) -> int:
+        return 2 * x[0] * x[1] * sum(w[0] * w[1] for w in weights if len(w) == 2)
 
-def _cudnn_rnn(x: Any, weights: Any, *others: Any, **named: Any) -> int:
-    return 2 * x[0] * x[1] * sum(w[0] * w[1] for w in weights if len(w) == 2)
-
-
-_UNCOUNTED: dict[Any, Any] = {  # by FlopCounterMode itself; it gives shapes
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn,
-    torch.ops.aten._cudnn_rnn: _cudnn_rnn,
-}
+    more = {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.aten.mkldnn_rnn_layer: mkldnn_rnn,
+        torch.ops.aten._cudnn_rnn: cudnn_rnn,
+    }
+    return FlopCounterMode(display=False, custom_mapping=more)

@@ -1,6 +1,5 @@
 """prepare(model, config, calibration): a float model in, a model that trains at several widths out."""
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import cast
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial.dial.dial import unwrap
 from bitdial.dial.plan import shortened
 from bitdial.errors import ConfigError
 from bitdial.nn import (
@@ -25,6 +25,7 @@ from bitdial.nn import (
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.copies import check_initialised, copy_to_prepare
 from bitdial.prepare.dataflow import find_flow
 from bitdial.prepare.ends import Ends, find_ends
 from bitdial.prepare.float_layers import MOST_NAMED, find_float_layers, unknown_reason, warning_of
@@ -33,7 +34,6 @@ from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import find_norms, warn_of_kept
 from bitdial.prepare.treatment import (
     Treatment,
-    check_initialised,
     check_weight,
     check_weights,
     decide,
@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence[Batch]) -> nn.Module:
     """A copy of `model` whose layers quantise; `model` itself is left as it is.
 
+    Of a model in DataParallel, torch.compile or the like it is a copy of the model inside. All that is floating-point
+    becomes float32.
+
     `calibration` is a batch of inputs (a tensor, a tuple of positional or a dict of keyword arguments) or a list of
     batches. It shows which layers are first and last, the kind and starting scales of the activations and which layer
     each batch norm follows. The result is set to the highest width.
@@ -59,11 +62,12 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     batches = list(calibration) if isinstance(calibration, list) else [cast(Batch, calibration)]
     if not batches:
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
+    model = unwrap(model)
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
     check_initialised(model)
     check_weights(model)
-    model = copy.deepcopy(model)
+    model, batches = copy_to_prepare(model, batches)
     turn_off_fast_paths(model)
     norms = find_norms(model, switch_norms=config.switch_norms)
     candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None and norms.holder(n) is None}
@@ -196,8 +200,7 @@ def _act_quantizer(
     samples = torch.cat(seen.samples)
     if config.start == "max":  # of all that was seen, not of a sample
         samples = samples.new_tensor([seen.minimum, seen.maximum])
-    samples = samples if samples.dtype == torch.float64 else samples.float()
     scales, zero_points = activation_start(
-        samples, name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
+        samples.float(), name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
     )
     return ActivationQuantizer(scales, zero_points, kind=kind)

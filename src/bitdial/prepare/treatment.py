@@ -117,17 +117,6 @@ def without_float_owners(
     return chosen
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Refuse lazy modules, whose sizes are not known yet."""
-    for name, module in model.named_modules():
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(nn.parameter.is_lazy(tensor) for tensor in own):
-            raise ConfigError(
-                f"layer {name!r} is a {type(module).__name__} whose sizes are not known yet; run the model on a batch "
-                "once, then prepare it"
-            )
-
-
 def check_weights(model: nn.Module) -> None:
     """Refuse layers whose weight cannot be quantised.
 
@@ -150,5 +139,5 @@ def check_weight(name: str, module: nn.Module) -> None:
     weight = cast(nn.Parameter, module.weight)
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
-    if weight.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float()")
+    if not weight.is_floating_point():
+        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; only floating-point weights can be quantised")
