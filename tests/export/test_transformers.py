@@ -106,7 +106,7 @@ def test_a_model_in_16_bits_generates_and_switches(tmp_path: Path, scheme: str) 
     assert live.dtype == torch.bfloat16, "the config's"
     assert live.model.rotary_emb.inv_freq.dtype == torch.float32
     words = [m for m in live.modules() if isinstance(m, PackedEngine)]
-    assert len(words) == 13, "seven in each block, less the first"
+    assert len(words) == 14, "seven in each block"
     plain = load_pretrained(tmp_path / "folder", dtype=torch.float32)
     for bits in (8, 3):
         set_bits(live, bits)

@@ -45,8 +45,8 @@ def make(seed=0, norms=True, dropout=0.0, dtype=torch.float32):
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4) if norms else nn.Identity(), nn.ReLU(),
         nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4) if norms else nn.Identity(), nn.ReLU(),
         nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 3),
-    ).to(dtype)
-    return prepare(net, QuantConfig(bit_choices=BITS), INPUTS.to(dtype))
+    )
+    return prepare(net, QuantConfig(bit_choices=BITS), INPUTS).to(dtype)
 
 
 def data(batch_size=8):

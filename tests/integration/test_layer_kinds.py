@@ -129,7 +129,7 @@ LAYERS = {
     "Conv1d": ["mid", "last"],
     "Conv3d": ["mid", "last"],
     "ConvTranspose2d": ["plain", "grouped", "depthwise"],
-    "Embedding": ["words", "places", "mid"],
+    "Embedding": ["words", "places", "stem", "mid"],
     "Embedding and Linear": ["words", "mid", "head"],
 }
 

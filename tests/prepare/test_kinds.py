@@ -84,14 +84,14 @@ def test_every_kind_that_multiplies_is_quantised_by_default() -> None:
 
 def test_an_embedding_is_quantised_only_where_a_rule_says_so() -> None:
     for rules, expected in (
-        ((), ["b"]),
-        ((EMBEDDINGS,), ["embed", "b"]),
-        ((Rule(pattern="emb*", quantize=True),), ["embed", "b"]),
-        ((Rule(type="Embedding", activations="signed"),), ["b"]),
-        ((EMBEDDINGS, Rule(pattern="embed", quantize=False)), ["b"]),
+        ((), ["a", "b"]),
+        ((EMBEDDINGS,), ["embed", "a", "b"]),
+        ((Rule(pattern="emb*", quantize=True),), ["embed", "a", "b"]),
+        ((Rule(type="Embedding", activations="signed"),), ["a", "b"]),
+        ((EMBEDDINGS, Rule(pattern="embed", quantize=False)), ["a", "b"]),
     ):
         prepared: Any = prepare(Untied(), config(*rules), TOKENS)
-        assert quantised(prepared) == expected, rules  # a is the first layer, whatever becomes of the embedding
+        assert quantised(prepared) == expected, rules  # the embedding is the first layer, and never a
     prepared = prepare(Untied(padding_idx=3), config(EMBEDDINGS, Rule(type="Embedding", activations="signed")), TOKENS)
     assert prepared.embed.act_quantizer is None
     assert prepared.embed.padding_idx == 3
@@ -133,7 +133,7 @@ def test_one_of_two_tied_layers_alone_cannot_be_quantised() -> None:
 def test_embeddings_that_cannot_be_right_are_refused_but_stay_in_float(settings: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=f"layer 'embed'.*{match}.*keep it in float"):
         prepare(Untied(**settings), config(EMBEDDINGS), TOKENS)
-    assert quantised(prepare(Untied(**settings), config(), TOKENS)) == ["b"]
+    assert quantised(prepare(Untied(**settings), config(), TOKENS)) == ["a", "b"]
 
 
 def test_an_embedding_in_float_may_be_anything(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +147,7 @@ def test_an_embedding_in_float_may_be_anything(caplog: pytest.LogCaptureFixture)
     with torch.no_grad():
         model.embed.weight[10, 0] = float("nan")
     with caplog.at_level(logging.WARNING, "bitdial"):
-        assert quantised(prepare(model, config(), TOKENS.clamp(max=9))) == ["b"]
+        assert quantised(prepare(model, config(), TOKENS.clamp(max=9))) == ["a", "b"]
     assert not caplog.records
 
 

@@ -63,11 +63,10 @@ def _fit_floats(artifact: Artifact, model: nn.Module, swapped: tuple[nn.Module, 
     if aliases != artifact.manifest["aliases"]:
         raise ArtifactError("the model shares other tensors than the file does; is it the architecture that was saved?")
     for key, tensor in own.items():
-        if tensor.shape != stored[key].shape or tensor.dtype != stored[key].dtype:
+        both_float = tensor.is_floating_point() and stored[key].is_floating_point()  # it will have the file's dtype
+        if tensor.shape != stored[key].shape or (tensor.dtype != stored[key].dtype and not both_float):
             here, there = _form(stored[key]), _form(tensor)
-            raise ArtifactError(
-                f"the float tensor {key!r} is {here} in the file and {there} in the model{_hint(tensor)}"
-            )
+            raise ArtifactError(f"the float tensor {key!r} is {here} in the file and {there} in the model")
         if isinstance(tensor, nn.Parameter) and not bool(torch.isfinite(stored[key]).all()):
             raise ArtifactError(f"the float tensor {key!r} holds infinity in the file")
     return own
@@ -75,8 +74,3 @@ def _fit_floats(artifact: Artifact, model: nn.Module, swapped: tuple[nn.Module, 
 
 def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _hint(tensor: Tensor) -> str:
-    half = tensor.dtype in (torch.bfloat16, torch.float16)
-    return f"; pass a float32 model, and dtype={tensor.dtype} to load" if half else ""

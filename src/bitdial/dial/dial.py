@@ -1,5 +1,6 @@
 """The dial: the one way to change which width a model runs at."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -115,6 +116,15 @@ def wrapped(model: nn.Module) -> nn.Module | None:
         return model.module
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
+
+
+def copy_unwrapped(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of `model` without wrappers, around it or around modules inside: names are those of the plain model."""
+    memo = {} if memo is None else memo
+    for module in reversed(list(model.modules())):  # what is inside another first
+        if (inner := unwrap(module)) is not module:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+    return copy.deepcopy(unwrap(model), memo)
 
 
 def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:

@@ -4,6 +4,7 @@ A file is read into memory once. A live model from a path takes its tensors as p
 From an `Artifact`, which the caller keeps, it takes copies.
 """
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from bitdial.live.trainable import trainable_layers
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
 from bitdial.nn.swap import swap_modules
+
+log = logging.getLogger(__name__)
 
 
 class _Options(NamedTuple):
@@ -51,8 +54,8 @@ def load(
 ) -> nn.Module:
     """A live model on integer codes, in eval mode, at its highest width; `set_bits` switches it, also to stored plans.
 
-    `model` is a float model of the architecture that was saved (it is not changed; its weights do not matter). It can
-    be left out for the models that bitdial ships.
+    `model` is a float model of the architecture that was saved (it is not changed; its weights and its dtype do not
+    matter). It can be left out for the models that bitdial ships.
 
     dtype        what a weight-only model runs in: torch.bfloat16 or torch.float16; None is the file's float32
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
@@ -164,7 +167,10 @@ def _assemble(
     *,
     bits: int,
 ) -> nn.Module:
-    """Put the file's content into `model`, in place."""
+    """Put the file's content into `model`, in place; what the file does not have is in float32, as in training."""
+    if others := sorted({str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float32"}):
+        log.info("the given model is in %s, the loaded one in float32; dtype= is for 16 bits", " and ".join(others))
+    model.float()
     layers, norms, floats = fit(artifact, model)
     for key, tensor in floats.items():
         _fill(tensor, artifact.tensors[f"{FLOAT}{key}"])
@@ -185,7 +191,7 @@ def _fill(tensor: Tensor, stored: Tensor) -> None:
     if tensor.is_contiguous():
         tensor.data = stored.clone()
     else:  # laid out in another way, which stays
-        tensor.data.copy_(stored)
+        tensor.data = torch.empty_like(tensor, dtype=stored.dtype).copy_(stored)
 
 
 def _norm(artifact: Artifact, name: str, norm: nn.Module) -> SwitchableBatchNorm:

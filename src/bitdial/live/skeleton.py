@@ -3,7 +3,6 @@
 Its parameters are allocated and not written. Memory that nobody writes is never taken.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bitdial.artifact import Artifact, fit
+from bitdial.dial.dial import copy_unwrapped
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.models import build_model
 
@@ -71,7 +71,7 @@ def copy_of(model: nn.Module) -> nn.Module:
         raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
     state = model.state_dict(keep_vars=True).values()
     empty = {id(t): _empty_like(t) for t in state if type(t) in (torch.Tensor, nn.Parameter) and t.is_leaf}
-    return copy.deepcopy(model, empty)
+    return copy_unwrapped(model, empty)
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class QuantConfig(Config):
                      largest magnitude has the outermost code of the highest width, and nothing is clipped there)
     scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
                      factor 2^shift)
-    keep_first_last  keep the first and the last executed layer in float
+    keep_first_last  keep the layers in float that the model's inputs reach first, and those that make its outputs
     switch_norms     give each batch norm one set of parameters and statistics per bit-width
     rules            exceptions by name or type
     """

@@ -1,6 +1,5 @@
 """prepare(model, config, calibration): a float model in, a model that trains at several widths out."""
 
-import copy
 import logging
 from collections.abc import Sequence
 from typing import cast
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
+from bitdial.dial.dial import unwrap
+from bitdial.dial.plan import shortened
 from bitdial.errors import ConfigError
 from bitdial.nn import (
     KINDS,
@@ -24,18 +25,21 @@ from bitdial.nn import (
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
+from bitdial.prepare.copies import check_initialised, copy_to_prepare
 from bitdial.prepare.dataflow import find_flow
+from bitdial.prepare.ends import Ends, find_ends
+from bitdial.prepare.float_layers import MOST_NAMED, find_float_layers, unknown_reason, warning_of
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import find_norms, warn_of_kept
 from bitdial.prepare.treatment import (
     Treatment,
-    check_initialised,
     check_weight,
     check_weights,
     decide,
     without_float_owners,
 )
+from bitdial.prepare.weights import find_weights
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +47,12 @@ log = logging.getLogger(__name__)
 def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence[Batch]) -> nn.Module:
     """A copy of `model` whose layers quantise; `model` itself is left as it is.
 
+    Of a model in DataParallel, torch.compile or the like it is a copy of the model inside. All that is floating-point
+    becomes float32.
+
     `calibration` is a batch of inputs (a tensor, a tuple of positional or a dict of keyword arguments) or a list of
-    batches. It sets the order of execution (which decides the first and last layer), the kind and starting scales of
-    the activations and which layer each batch norm follows. The result is set to the highest width.
+    batches. It shows which layers are first and last, the kind and starting scales of the activations and which layer
+    each batch norm follows. The result is set to the highest width.
     """
     if not isinstance(config, QuantConfig):
         raise ConfigError(
@@ -55,26 +62,32 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     batches = list(calibration) if isinstance(calibration, list) else [cast(Batch, calibration)]
     if not batches:
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
+    model = unwrap(model)
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
     check_initialised(model)
     check_weights(model)
-    model = copy.deepcopy(model)
+    model, batches = copy_to_prepare(model, batches)
     turn_off_fast_paths(model)
     norms = find_norms(model, switch_norms=config.switch_norms)
     candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None and norms.holder(n) is None}
+    weights = find_weights(model)
     if not candidates:
-        raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)})")
+        others = "".join(f"; {n!r} {unknown_reason(n, m)}" for n, m in list(weights.modules.items())[:MOST_NAMED])
+        raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)}){others}")
     if "" in candidates:
         raise ConfigError("the model is a single layer; wrap it, for example in nn.Sequential, so that it has a name")
     inputs = observe_inputs(model, candidates, batches)
-    treatments = decide(candidates, inputs, config)
+    ends = find_ends(model, weights, candidates, batches[0])
+    treatments = decide(candidates, inputs, ends, config)
     chosen = without_float_owners(model, candidates, treatments)
+    float_layers = find_float_layers(weights, chosen, treatments, norms, ends)
     if not chosen:
-        raise ConfigError(
-            "no layer is left to quantise: the first and the last executed layer stay in float "
-            "(keep_first_last) and rules may exclude more"
-        )
+        raise ConfigError(f"no layer is left to quantise: {'; '.join(map(str, float_layers[:MOST_NAMED]))}")
+    if warning := warning_of(float_layers, treatments, ends):
+        log.warning(warning)
+    if config.keep_first_last:
+        _say_ends(ends)
     flow = find_flow(model, chosen, norms.switch, batches[0])
     norms.keep_unconnected(flow.leaders)
     warn_of_kept(norms)
@@ -88,6 +101,19 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=leader)
     swap_modules(model, new)
     return model
+
+
+def _say_ends(ends: Ends) -> None:
+    stems, heads = shortened(list(ends.stems)), shortened(list(ends.heads))
+    log.info("first layers, which the inputs reach: %s; last layers, which make the output: %s", stems, heads)
+    if ends.by_order:
+        log.warning(
+            "the model's tensors leave torch's functions, so its %s layer is that by the order of execution: first %s, "
+            "last %s. Rules say it otherwise: Rule(pattern=..., quantize=...)",
+            " and ".join(ends.by_order),
+            stems,
+            heads,
+        )
 
 
 def _quantized_layers(
@@ -174,8 +200,7 @@ def _act_quantizer(
     samples = torch.cat(seen.samples)
     if config.start == "max":  # of all that was seen, not of a sample
         samples = samples.new_tensor([seen.minimum, seen.maximum])
-    samples = samples if samples.dtype == torch.float64 else samples.float()
     scales, zero_points = activation_start(
-        samples, name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
+        samples.float(), name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
     )
     return ActivationQuantizer(scales, zero_points, kind=kind)

@@ -1,6 +1,5 @@
 """What the config and its rules decide for each layer."""
 
-import logging
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import cast
@@ -13,31 +12,44 @@ from bitdial.functional import Granularity
 from bitdial.nn import LayerKind, kind_of, nearest_kind
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig, Rule
-
-log = logging.getLogger(__name__)
+from bitdial.prepare.ends import Ends
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What the config and its rules decide for one layer."""
+    """What the config and its rules decide for one layer.
+
+    `reason` says why it stays in float, going on from its name, and `kept_by` what decided that: "rule", "default" or
+    "circumstance"; both are empty if it is quantised.
+    """
 
     quantize: bool
     asked_for: bool  # by a rule, rather than by default
     activations: str
     granularity: Granularity
+    reason: str = ""
+    kept_by: str = ""
+
+    def kept(self, reason: str, by: str) -> "Treatment":
+        """The same for a layer that stays in float."""
+        return replace(self, quantize=False, asked_for=False, reason=reason, kept_by=by)
 
 
 def decide(
-    candidates: dict[str, nn.Module], inputs: dict[str, LayerInput], config: QuantConfig
+    candidates: dict[str, nn.Module], inputs: dict[str, LayerInput], ends: Ends, config: QuantConfig
 ) -> dict[str, Treatment]:
     """The treatment of each of `candidates`, given what calibration saw of them."""
-    gathers = {name for name, layer in candidates.items() if cast(LayerKind, kind_of(layer)).gathers}
-    order = [name for name in inputs if name not in gathers]
-    kept = {order[0], max(order, key=lambda n: inputs[n].last_call)} if config.keep_first_last and order else set()
-    granularity = Granularity(config.per_channel, config.group_size)
-    treatments = {
-        name: Treatment(name not in kept | gathers, False, config.activations, granularity) for name in candidates
-    }
+    kinds = {name: cast(LayerKind, kind_of(layer)) for name, layer in candidates.items()}
+    default = Treatment(True, False, config.activations, Granularity(config.per_channel, config.group_size))
+    treatments = dict.fromkeys(candidates, default)
+    for name, kind in kinds.items():
+        if config.keep_first_last and name in ends.heads:
+            treatments[name] = default.kept("is a last layer, which makes the output (keep_first_last)", "default")
+        if config.keep_first_last and name in ends.stems:
+            treatments[name] = default.kept("is a first layer, which the inputs reach (keep_first_last)", "default")
+        if kind.gathers:
+            reason = f"is quantised where a rule asks for it: Rule(type={kind.name!r}, quantize=True)"
+            treatments[name] = default.kept(reason, "default")
     for rule in config.rules:
         matched = [name for name, layer in candidates.items() if _matches(rule, name, layer)]
         if not matched:
@@ -51,9 +63,8 @@ def decide(
                     f"layer {name!r}: a rule asks to quantise it, but the calibration batch does not "
                     "run it; pass a batch that does"
                 )
-            log.warning("layer %r did not run on the calibration batch; it stays in float", name)
-            treatments[name] = replace(treatment, quantize=False)
-        if name in gathers:
+            treatments[name] = treatment.kept("did not run on the calibration batch", "circumstance")
+        if kinds[name].gathers:
             treatments[name] = replace(treatments[name], activations="float")
     return treatments
 
@@ -64,8 +75,10 @@ def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
 
 
 def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
-    if rule.quantize is not None:
-        treatment = replace(treatment, quantize=rule.quantize, asked_for=rule.quantize)
+    if rule.quantize is False:
+        treatment = treatment.kept(f"is kept by {rule}", "rule")
+    elif rule.quantize:
+        treatment = replace(treatment, quantize=True, asked_for=True, reason="", kept_by="")
     if rule.activations is not None:
         treatment = replace(treatment, activations=rule.activations)
     if rule.per_channel is not None:
@@ -78,7 +91,10 @@ def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
 def without_float_owners(
     model: nn.Module, candidates: dict[str, nn.Module], treatments: dict[str, Treatment]
 ) -> dict[str, nn.Module]:
-    """The layers to quantise, less those whose weight is also used in float by another module (tied embeddings)."""
+    """The layers to quantise, less those whose weight is also used in float by another module (tied embeddings).
+
+    Changes the `treatments` of these, in place.
+    """
     chosen = {name: candidates[name] for name in candidates if treatments[name].quantize}
     owners: dict[nn.Parameter, list[str]] = {}
     for owner, module in model.named_modules():
@@ -94,24 +110,15 @@ def without_float_owners(
                 "float; untie them or drop the rule"
             )
         if others:
-            log.warning("layer %r stays in float: %r uses the same weight in float", name, others[0])
+            treatments[name] = treatments[name].kept(
+                f"has the weight of {others[0]!r}, which uses it in float; untie them", "circumstance"
+            )
             del chosen[name]
     return chosen
 
 
-def check_initialised(model: nn.Module) -> None:
-    """Refuse lazy modules, whose sizes are not known yet."""
-    for name, module in model.named_modules():
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(nn.parameter.is_lazy(tensor) for tensor in own):
-            raise ConfigError(
-                f"layer {name!r} is a {type(module).__name__} whose sizes are not known yet; run the model on a batch "
-                "once, then prepare it"
-            )
-
-
 def check_weights(model: nn.Module) -> None:
-    """Refuse layers whose weight cannot be quantised, and say which stay in float because of their type.
+    """Refuse layers whose weight cannot be quantised.
 
     Kinds that are quantised only where a rule asks for it are looked at when one does.
     """
@@ -120,10 +127,6 @@ def check_weights(model: nn.Module) -> None:
         if kind is None or kind.gathers:
             continue
         check_weight(name, module)
-        if kind_of(module) is None:
-            log.warning(
-                "layer %r is a %s, a type that bitdial does not know; it stays in float", name, type(module).__name__
-            )
 
 
 def check_weight(name: str, module: nn.Module) -> None:
@@ -136,5 +139,5 @@ def check_weight(name: str, module: nn.Module) -> None:
     weight = cast(nn.Parameter, module.weight)
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
-    if weight.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; scales need float32: use model.float()")
+    if not weight.is_floating_point():
+        raise ConfigError(f"layer {name!r}: its weight is {weight.dtype}; only floating-point weights can be quantised")

@@ -27,7 +27,7 @@ from bitdial import (
     set_bits,
 )  # fmt: skip
 from bitdial.dial.dial import dialled_layers
-from bitdial.errors import ArtifactError, ConfigError, PlanError, QuantizationError
+from bitdial.errors import ConfigError, PlanError, QuantizationError
 from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.live import kernel_choice
 from bitdial.live.engines.packed import PackedEngine
@@ -370,9 +370,13 @@ def test_exact_sums_and_exports_of_words_are_those_of_float_kernels(
         export_onnx(few, tmp_path / "m.onnx", tokens, bits=8)
 
 
-def test_a_model_in_16_bits_is_told_what_to_pass(saved: Callable[..., Path], decoder: nn.Module) -> None:
-    with pytest.raises(ArtifactError, match=r"pass a float32 model, and dtype=torch.bfloat16 to load"):
-        load(saved("nested"), copy.deepcopy(decoder).bfloat16(), kernels="packed")
+def test_the_dtype_of_the_given_model_does_not_matter(saved: Callable[..., Path], decoder: nn.Module) -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for dtype in (None, torch.bfloat16):
+        expected = load(saved("nested"), decoder, kernels="packed", dtype=dtype)(tokens)
+        found = load(saved("nested"), copy.deepcopy(decoder).bfloat16(), kernels="packed", dtype=dtype)(tokens)
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype == (dtype or torch.float32)
 
 
 def test_values_beyond_float16_are_refused(saved: Callable[..., Path], decoder: nn.Module, tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""The copy of a user's model that `prepare` works on: without wrappers, and in float32."""
+
+import itertools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from bitdial.dial.dial import copy_unwrapped
+from bitdial.errors import ConfigError
+from bitdial.prepare.model_call import Batch
+
+log = logging.getLogger(__name__)
+
+
+def copy_to_prepare(model: nn.Module, batches: list[Batch]) -> tuple[nn.Module, list[Batch]]:
+    """A copy of `model`, and `batches` in the dtype that the copy takes."""
+    made = copy_unwrapped(model)
+    found = {t.dtype: n for n, t in _tensors(made) if t.is_floating_point() and t.dtype != torch.float32}
+    if not found:
+        return made, batches
+    dtypes = " and ".join(f"{dtype} ({name!r})" for dtype, name in found.items())
+    log.warning(
+        "the model has tensors in %s; the prepared copy is in float32, in which it trains and is saved, so give it "
+        "float32 inputs. TrainConfig(autocast='bfloat16') trains in 16 bits",
+        dtypes,
+    )
+    made.float()
+    return made, [tree_map_only(Tensor, _as_float32, batch) for batch in batches]
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _tensors(model: nn.Module) -> Any:
+    return itertools.chain(model.named_parameters(), model.named_buffers())
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Refuse lazy modules, whose sizes are not known yet."""
+    for name, module in model.named_modules():
+        own = (*module._parameters.values(), *module._buffers.values())
+        if any(nn.parameter.is_lazy(tensor) for tensor in own):
+            raise ConfigError(
+                f"layer {name!r} is a {type(module).__name__} whose sizes are not known yet; run the model on a batch "
+                "once, then prepare it"
+            )

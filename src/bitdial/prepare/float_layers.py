@@ -1,0 +1,88 @@
+"""The layers that stay in float: which, how much of the model they are, and why."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from bitdial.nn import kind_of, nearest_kind
+from bitdial.prepare.ends import Ends
+from bitdial.prepare.norms import Norms
+from bitdial.prepare.treatment import Treatment
+from bitdial.prepare.weights import Weights
+
+log = logging.getLogger(__name__)
+
+SMALL = 0.01  # of the weights: what is less is not worth a warning
+LARGE, MANY = 0.2, 100_000  # share and number of weights from which on also what is kept by default is worth one
+MOST_NAMED = 10
+
+
+@dataclass(frozen=True)
+class FloatLayer:
+    """A module with weights that is not quantised. `reason` goes on from its name: "is of type RNN, which ..."."""
+
+    name: str
+    type: str
+    weights: int
+    share: float  # of the model's weights
+    reason: str
+
+    def __str__(self) -> str:
+        share = f" ({self.share:.1%} of the weights)" if self.weights else ""
+        return f"{self.name or 'the model itself'!r} {self.reason}{share}"
+
+
+def find_float_layers(
+    weights: Weights, quantised: Mapping[str, nn.Module], treatments: Mapping[str, Treatment], norms: Norms, ends: Ends
+) -> tuple[FloatLayer, ...]:
+    """Every module of `weights` that is not `quantised`, in the order of the model."""
+    found = []
+    for name, module in weights.modules.items():
+        if name in quantised:
+            continue
+        if name in treatments:
+            reason = treatments[name].reason
+        elif (holder := norms.holder(name)) is not None:
+            reason = f"is a part of norm {holder!r}, which has a set per width"
+        else:
+            reason = unknown_reason(name, module, ends)
+        size = weights.sizes[name]
+        found.append(FloatLayer(name, type(module).__name__, size, size / max(weights.total, 1), reason))
+    return tuple(found)
+
+
+def unknown_reason(name: str, module: nn.Module, ends: Ends | None = None) -> str:
+    """Why a module with weights cannot be quantised."""
+    called, kind = type(module).__name__, nearest_kind(module)
+    if kind_of(module) is None and kind is not None:
+        return (
+            f"is of type {called}, which changes how the {kind.name} that it is derived from computes; let it call a "
+            f"{kind.name} instead"
+        )
+    if ends is not None and name not in ends.multiplying:
+        return f"is of type {called}, and its weights multiplied nothing on the calibration batch"
+    return (
+        f"is of type {called}, which bitdial does not know; build it of layers of known kinds, or add a kind "
+        "(docs/extending.md)"
+    )
+
+
+def warning_of(layers: tuple[FloatLayer, ...], treatments: Mapping[str, Treatment], ends: Ends) -> str | None:
+    """What to warn of, if anything: large layers that cannot be quantised, and those that were meant to be."""
+    costly = [layer for layer in layers if _costs(layer, treatments.get(layer.name), ends)]
+    if not costly:
+        return None
+    named = "; ".join(map(str, sorted(costly, key=lambda layer: -layer.weights)[:MOST_NAMED]))
+    more = f"; and {len(costly) - MOST_NAMED} more" if len(costly) > MOST_NAMED else ""
+    share = sum(layer.share for layer in costly)
+    return f"{share:.1%} of the weights stay in float: layer {named}{more}"
+
+
+def _costs(layer: FloatLayer, treatment: Treatment | None, ends: Ends) -> bool:
+    if treatment is None:
+        return layer.share > SMALL and layer.name in ends.multiplying
+    if treatment.kept_by == "rule":
+        return False
+    return treatment.kept_by == "circumstance" or (layer.share > LARGE and layer.weights > MANY)
