@@ -22,6 +22,7 @@ from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 
 # Properties of the ONNX nodes that come from a quantised layer.
@@ -58,6 +59,7 @@ class OnnxLayer(nn.Module):
         if self.offset:
             each = step if self.block_size else bf.spread(step.reshape(-1), at_bits)
             self.register_buffer("weight_offset", each * self.offset)
+        keep_attributes(self, layer)
         self.quantizes_input = layer.quantizes_input
         if self.quantizes_input:
             self._attach_input(layer)

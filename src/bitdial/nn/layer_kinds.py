@@ -195,8 +195,13 @@ FORWARD = ("forward", "_conv_forward", "__call__", "_call_impl")  # what says ho
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """The kind of `layer`: its class is in the table, or derived from one there without changing how it computes."""
+    """The kind of `layer`: its class is in the table, or derived from one there without changing how it computes.
+
+    A layer with tensors or modules beside its weight and bias has none: nobody would keep them.
+    """
     if "forward" in vars(layer):  # patched by somebody
+        return None
+    if {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}:
         return None
     for each in type(layer).__mro__:
         if each in KIND_OF:

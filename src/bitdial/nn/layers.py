@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
+from bitdial.nn.stand_in import stand_in
 
 UNKNOWN = ""
 
@@ -31,10 +32,15 @@ class QuantLayer(nn.Module):
 
     @classmethod
     def from_float(
-        cls, layer: nn.Module, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None
+        cls,
+        layer: nn.Module,
+        weight_quantizer: WeightQuantizer,
+        act_quantizer: ActivationQuantizer | None,
+        name: str = UNKNOWN,
     ) -> Self:
-        """A quantised layer that shares the parameters of `layer`."""
+        """A quantised layer that shares the parameters and attributes of `layer`; its `name` is for errors."""
         made: Any = cls(**cls.kind.arguments(layer), device="meta")
+        stand_in(made, layer, name)
         made.weight = layer.weight
         if cls.kind.has_bias:
             made.bias = layer.bias

@@ -112,7 +112,7 @@ def _quantized_layers(
             quantizer = made[owner].weight_quantizer
             _check_tied(name, kind, rows, scale_shape, owner, made[owner])
         act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
-        made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer)
+        made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
     return made
 
 
