@@ -26,6 +26,7 @@ from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm, WeightQuantizer
+from bitdial.nn.decompose import decomposed_modules
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -94,6 +95,8 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
+    if decomposed := decomposed_modules(model):
+        manifest["decomposed"] = decomposed
     return write_container(path, tensors, manifest, error=ArtifactError)
 
 

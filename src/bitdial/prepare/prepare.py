@@ -21,6 +21,7 @@ from bitdial.nn import (
     WeightQuantizer,
     kind_of,
 )
+from bitdial.nn.decompose import decompose
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
@@ -53,6 +54,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     check_weights(model)
     model = copy.deepcopy(model)
     turn_off_fast_paths(model)
+    decompose(model)
     candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None}
     if not candidates:
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)})")

@@ -11,6 +11,7 @@ from torch import nn
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.functional import Granularity
 from bitdial.nn import LayerKind, kind_of, nearest_kind
+from bitdial.nn.decompose import PART_OF
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig, Rule
 
@@ -60,7 +61,8 @@ def decide(
 
 def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     by_name = rule.pattern is None or fnmatchcase(name, rule.pattern)
-    return by_name and rule.type in (None, type(layer).__name__, cast(LayerKind, kind_of(layer)).name)
+    kind, whole = cast(LayerKind, kind_of(layer)).name, vars(layer).get(PART_OF)
+    return by_name and (rule.type is None or rule.type in (type(layer).__name__, kind, whole))
 
 
 def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
