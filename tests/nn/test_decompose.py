@@ -13,9 +13,29 @@ from bitdial import QuantConfig, prepare
 from bitdial.errors import ConfigError
 from bitdial.nn.decompose import DECOMPOSITIONS, decompose, decompose_again, decomposed_modules, decomposition_of
 
+
+class Conv1D(nn.Module):
+    """GPT-2's layer as transformers has it: a Linear whose weight is (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.3), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, self.nx), self.weight).view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"  # by which it is known
+
+
 X = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(0))
 MAKE: dict[str, Callable[..., nn.Module]] = {
     "MultiheadAttention": lambda: nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.25),
+    "Conv1D": lambda: Conv1D(6, 8),
+    "LSTM": lambda: nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.25),
+    "GRU": lambda: nn.GRU(8, 6),
+    "RNN": lambda: nn.RNN(8, 6, bias=False),
 }
 
 
@@ -32,6 +52,17 @@ def test_every_decomposition_is_here() -> None:
     for name, make in MAKE.items():
         assert decomposition_of(make()) is DECOMPOSITIONS[name]
     assert decomposition_of(nn.Linear(2, 2)) is None
+
+
+def test_transformers_has_the_layer_that_is_known_by_name() -> None:
+    real = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    assert decomposition_of(real(3, 2)) is DECOMPOSITIONS["Conv1D"]
+    model: Any = held(real(3, 2))
+    x = torch.randn(5, 4, 2)
+    expected = model["0"](x)
+    decompose(model)
+    assert (type(model["0"]), model["0"].nf, model["0"].nx) == (nn.Linear, 3, 2)
+    torch.testing.assert_close(model["0"](x), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_what_is_kept() -> None:

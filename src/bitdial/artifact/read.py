@@ -159,7 +159,7 @@ class _Checker:
             raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind.name} weight")
         if entry["bias"] and not kind.has_bias:
             raise ArtifactError(f"{label}: a {kind.name} has no bias")
-        if entry["activations"] != "float" and kind.gathers:
+        if entry["activations"] != "float" and not kind.multiplies:
             raise ArtifactError(f"{label}: the input of a {kind.name} is not quantised")
         for key in kind.settings:
             if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):

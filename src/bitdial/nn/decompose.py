@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from bitdial.errors import ConfigError
-from bitdial.nn import attention
-from bitdial.nn.attention import Attention
+from bitdial.nn import attention, recurrent
+from bitdial.nn.attention import Attention, linear
 from bitdial.nn.layer_kinds import FORWARD
 from bitdial.nn.parts import Parts
+from bitdial.nn.recurrent import Recurrent
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,31 @@ MULTIHEAD_ATTENTION = Decomposition(
     state=attention.STATE,
     take_apart=Attention,
 )
+CONV1D = Decomposition(
+    name="Conv1D",
+    layers="one `Linear`, of the transposed weight",
+    recognises=lambda cls: f"{cls.__module__}.{cls.__qualname__}" == "transformers.pytorch_utils.Conv1D",
+    state="weight|bias",
+    take_apart=lambda module, parts: linear(parts.transposed(module.weight), module.bias),
+)
 
-DECOMPOSITIONS: dict[str, Decomposition] = {each.name: each for each in (MULTIHEAD_ATTENTION,)}
-DECOMPOSED = Attention  # what takes the place of a module and holds layers; no graph is traced through it
+
+def _recurrent(network: type[nn.Module]) -> Decomposition:
+    return Decomposition(
+        name=network.__name__,
+        layers="its matrices, `weight_ih_l0` and so on, each a `RecurrentWeight`",
+        recognises=lambda cls: cls is network,
+        methods=recurrent.METHODS,
+        state=recurrent.STATE,
+        take_apart=Recurrent,
+    )
+
+
+DECOMPOSITIONS: dict[str, Decomposition] = {
+    each.name: each
+    for each in (MULTIHEAD_ATTENTION, CONV1D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
+}
+DECOMPOSED = Attention | Recurrent  # what takes the place of a module and holds layers; no graph is traced through it
 
 
 def decomposition_of(module: nn.Module) -> Decomposition | None:

@@ -4,8 +4,18 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
+from bitdial.nn.layer_kinds import (
+    CONV1D,
+    CONV2D,
+    CONV3D,
+    CONV_TRANSPOSE2D,
+    EMBEDDING,
+    LINEAR,
+    RECURRENT_WEIGHT,
+    LayerKind,
+)
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
+from bitdial.nn.recurrent import RecurrentWeight
 from bitdial.nn.stand_in import stand_in
 
 UNKNOWN = ""
@@ -112,7 +122,22 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     bias = None
 
 
+class QuantRecurrentWeight(QuantLayer, RecurrentWeight):
+    """A matrix of a recurrent network, quantised at the selected width; its output is the dequantised matrix."""
+
+    kind = RECURRENT_WEIGHT
+    bias = None
+
+
 QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
     layer.kind: layer
-    for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear, QuantEmbedding)
+    for layer in (
+        QuantConv1d,
+        QuantConv2d,
+        QuantConv3d,
+        QuantConvTranspose2d,
+        QuantLinear,
+        QuantEmbedding,
+        QuantRecurrentWeight,
+    )
 }

@@ -28,6 +28,10 @@ class Parts:
         """One of the three equal parts of `whole` along dimension 0, counted from 0."""
         return self.of(whole, f"third {place}", lambda tensor: tensor.chunk(3)[place])
 
+    def transposed(self, whole: nn.Parameter) -> nn.Parameter:
+        """`whole`, a matrix, with its dimensions the other way round."""
+        return self.of(whole, "transposed", Tensor.t)
+
 
 def _like(part: Tensor) -> Tensor:
     return torch.empty_like(part, memory_format=torch.contiguous_format)

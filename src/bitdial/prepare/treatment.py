@@ -34,7 +34,8 @@ def decide(
     """The treatment of each of `candidates`, given what calibration saw of them."""
     gathers = {name for name, layer in candidates.items() if cast(LayerKind, kind_of(layer)).gathers}
     order = [name for name in inputs if name not in gathers]
-    kept = {order[0], max(order, key=lambda n: inputs[n].last_call)} if config.keep_first_last and order else set()
+    ends = [order[0], max(order, key=lambda n: inputs[n].last_call)] if config.keep_first_last and order else []
+    kept = {name for name in ends if cast(LayerKind, kind_of(candidates[name])).multiplies}
     granularity = Granularity(config.per_channel, config.group_size)
     treatments = {
         name: Treatment(name not in kept | gathers, False, config.activations, granularity) for name in candidates
@@ -54,7 +55,7 @@ def decide(
                 )
             log.warning("layer %r did not run on the calibration batch; it stays in float", name)
             treatments[name] = replace(treatment, quantize=False)
-        if name in gathers:
+        if not cast(LayerKind, kind_of(candidates[name])).multiplies:
             treatments[name] = replace(treatments[name], activations="float")
     return treatments
 
