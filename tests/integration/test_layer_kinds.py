@@ -169,7 +169,7 @@ def in_one_thread(one_thread: None) -> None:
 
 def test_every_kind_is_here() -> None:
     here = {type(layer).__name__ for make, _ in NETWORKS.values() for layer in make().modules()}
-    assert here >= {*KINDS}
+    assert here >= {*KINDS} - {"RecurrentWeight"}  # the part of another module: test_decompositions.py
 
 
 def test_training_moves_weights_and_scales() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bitdial.nn import KIND_OF, KINDS, QUANTIZED, LayerKind, WeightQuantizer, kind_of, nearest_kind
+from bitdial.nn.recurrent import RecurrentWeight
 
 GENERATOR = torch.Generator().manual_seed(0)
 # Arguments of the constructor, and the shape of an input without the batch.
@@ -60,7 +61,7 @@ def input_of(kind: LayerKind, layer: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def test_the_tables_know_the_same_kinds() -> None:
-    assert set(KINDS) == {*CASES, "Embedding"}
+    assert set(KINDS) == {*CASES, "Embedding", "RecurrentWeight"}
     assert set(QUANTIZED) == set(KINDS.values()) == set(KIND_OF.values())
     for kind, layer in QUANTIZED.items():
         assert issubclass(layer, kind.module), kind.name
@@ -166,6 +167,15 @@ def test_a_derived_class_is_of_the_kind_that_it_is_derived_from_unless_it_comput
     patched = nn.Linear(2, 2)
     patched.forward = lambda input: input  # type: ignore[method-assign]
     assert kind_of(patched) is None
+
+
+def test_a_recurrent_weight_gives_itself_and_is_multiplied_at_each_step() -> None:
+    kind = KINDS["RecurrentWeight"]
+    layer = RecurrentWeight(6, 4)
+    x = torch.zeros(5, 3, 2)
+    assert kind.product(layer, x, layer.weight, None) is layer(x)
+    assert kind.multiply_adds(layer, x, layer(x)) == 5 * 3 * 6 * 4
+    assert [name for name, each in KINDS.items() if not each.multiplies] == ["Embedding", "RecurrentWeight"]
 
 
 # --- Embedding ----------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
-from bitdial.errors import ArtifactError
+from bitdial.errors import ArtifactError, ConfigError
 from bitdial.nn import BATCH_NORMS, SwitchableBatchNorm
+from bitdial.nn.decompose import decompose_again
 
 # What the table says of a layer that the float layer does not know.
 NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
@@ -16,8 +17,13 @@ NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
 def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ.
 
-    `model` is a float model, or the prepared one that was saved.
+    `model` is a float model, or the prepared one that was saved. Those modules of a float model that were taken apart
+    before training are taken apart in place.
     """
+    try:
+        decompose_again(model, artifact.manifest.get("decomposed", {}))
+    except ConfigError as problem:
+        raise ArtifactError(f"{problem}; is it the architecture that was saved?") from problem
     layers = {name: _find(model, name, "layer") for name in artifact.layers}
     for name, layer in layers.items():
         entry = {k: v for k, v in artifact.layers[name].items() if k not in NOT_OF_THE_LAYER}

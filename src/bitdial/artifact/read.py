@@ -24,6 +24,7 @@ from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, NORM_STATE, UNKNOWN
+from bitdial.nn.decompose import DECOMPOSITIONS
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -98,7 +99,8 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        _fields("the manifest", manifest, _MANIFEST)
+        decomposed = {"decomposed": dict} if "decomposed" in manifest else {}
+        _fields("the manifest", manifest, {**_MANIFEST, **decomposed})
         if version == 1:
             _renew(manifest)
         try:
@@ -111,6 +113,9 @@ class _Checker:
             raise ArtifactError(f"its tie rule {manifest['ties']!r} is not known")
         if not manifest["layers"]:
             raise ArtifactError("it has no quantised layer")
+        for name, how in manifest.get("decomposed", {}).items():
+            if not isinstance(how, str) or how not in DECOMPOSITIONS:
+                raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
         for name, entry in manifest["layers"].items():
             self._layer(name, entry)
         for name, entry in manifest["norms"].items():
@@ -154,7 +159,7 @@ class _Checker:
             raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind.name} weight")
         if entry["bias"] and not kind.has_bias:
             raise ArtifactError(f"{label}: a {kind.name} has no bias")
-        if entry["activations"] != "float" and kind.gathers:
+        if entry["activations"] != "float" and not kind.multiplies:
             raise ArtifactError(f"{label}: the input of a {kind.name} is not quantised")
         for key in kind.settings:
             if isinstance(entry[key], list) and not all(type(v) is int and 0 <= v < 1 << 31 for v in entry[key]):

@@ -30,6 +30,7 @@ from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, QuantLayer, SwitchableBatchNorm, WeightQuantizer
+from bitdial.nn.decompose import decomposed_modules
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -87,6 +88,8 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
+    if decomposed := decomposed_modules(model):
+        manifest["decomposed"] = decomposed
     return _write(path, tensors, manifest, model)
 
 

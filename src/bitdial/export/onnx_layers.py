@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.dial.dial import unwrap
+from bitdial.errors import ExportError
 from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn.recurrent import Recurrent
+from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 
 # Properties of the ONNX nodes that come from a quantised layer.
@@ -32,6 +35,12 @@ WEIGHT, INPUT = "weight", "input"
 def traceable_copy(model: nn.Module, opset: int) -> nn.Module:
     """A copy of the live `model` at its present setting, on the CPU, for torch's ONNX exporter. It cannot run."""
     layers = {name: module for name, module in unwrap(model).named_modules() if isinstance(module, LiveLayer)}
+    for name, module in unwrap(model).named_modules():
+        if isinstance(module, nn.LSTM | Recurrent) and module.proj_size:
+            raise ExportError(
+                f"{name!r} is an LSTM with proj_size={module.proj_size}, which ONNX's LSTM does not have; export a "
+                "model without projections"
+            )
     made = plain_copy(model, {layer: OnnxLayer(layer, name, opset) for name, layer in layers.items()})
     swap_modules(made, {norm: norm.active for norm in made.modules() if isinstance(norm, SwitchableBatchNorm)})
     return made.cpu().eval().requires_grad_(False)
@@ -58,6 +67,7 @@ class OnnxLayer(nn.Module):
         if self.offset:
             each = step if self.block_size else bf.spread(step.reshape(-1), at_bits)
             self.register_buffer("weight_offset", each * self.offset)
+        keep_attributes(self, layer)
         self.quantizes_input = layer.quantizes_input
         if self.quantizes_input:
             self._attach_input(layer)

@@ -13,6 +13,7 @@ from bitdial.errors import HiddenWeightError, QuantizationError
 from bitdial.live.codes import Codes
 from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.nn.layer_kinds import LayerKind
+from bitdial.nn.stand_in import stand_in
 
 
 class Engine(Protocol):
@@ -67,6 +68,7 @@ class LiveLayer(nn.Module):
         self.engine: Any = None
         self.bit_choices = codes.bit_choices if bit_choices is None else bit_choices
         self.weight_bits = self.act_bits = self.bit_choices[0]
+        stand_in(self, layer, name)
         self.register_load_state_dict_post_hook(_refresh)
 
     def run_on(self, engine: nn.Module) -> None:

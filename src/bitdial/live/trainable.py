@@ -21,7 +21,7 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
         layer.weight, quantizer = masters[owner]
         if (bias := artifact.part(name, "bias")) is not None:
             layer.bias = nn.Parameter(bias.clone())
-        trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name))
+        trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name), name)
         trainable.fed_by = artifact.layers[name]["fed_by"]
         new[layer] = trainable
     return new

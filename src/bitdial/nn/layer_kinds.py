@@ -14,6 +14,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitdial.nn.recurrent import RecurrentWeight
+
 Product = Callable[[Any, Tensor, Tensor, Tensor | None], Tensor]
 CONVOLUTIONS: dict[int, Any] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of the weight
 CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
@@ -42,8 +44,9 @@ class LayerKind:
     settings            further arguments of the constructor; the manifest keeps them, and loading compares them
     training_settings   arguments that matter in training only; the manifest does not keep them
     has_bias            whether the constructor takes `bias`
-    gathers             whether its input is indices: it picks rows and multiplies nothing. Its input is never
-                        quantised, and the layer itself only where a rule asks for it
+    multiplies          whether its output is a product of its input. If not, its input is never quantised
+    gathers             whether its input is indices, by which it picks rows. It multiplies nothing, and is quantised
+                        only where a rule asks for it
     product             (layer, input, weight, bias) to output, with a weight in the layer's own order. It asks the
                         layer for its sizes and settings only, so anything that has these can be multiplied
     image_dims          dimensions behind the channels of its output: 0 for a linear layer, 2 for an image
@@ -59,6 +62,7 @@ class LayerKind:
     settings: tuple[str, ...] = ()
     training_settings: tuple[str, ...] = ()
     has_bias: bool = True
+    multiplies: bool = True
     gathers: bool = False
     product: Product
     image_dims: int
@@ -127,6 +131,15 @@ def _look_up(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return F.embedding(x, weight, layer.padding_idx, scale_grad_by_freq=by_frequency)
 
 
+def _give_weight(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return weight
+
+
+def _every_step(layer: Any, x: Tensor, out: Tensor) -> int:
+    """The weight is multiplied with one vector for each step of each sequence in (..., features)."""
+    return x.numel() // x.shape[-1] * out.numel()
+
+
 def _none_at_all(layer: Any, x: Tensor, out: Tensor) -> int:
     return 0
 
@@ -178,15 +191,26 @@ EMBEDDING = LayerKind(
     settings=("padding_idx",),
     training_settings=("scale_grad_by_freq",),
     has_bias=False,
+    multiplies=False,
     gathers=True,
     product=_look_up,
     image_dims=0,
     multiply_adds=_none_at_all,
     unsupported_reason=_odd_embedding,
 )
+RECURRENT_WEIGHT = LayerKind(
+    name="RecurrentWeight",
+    module=RecurrentWeight,
+    sizes=("rows", "columns"),
+    has_bias=False,
+    multiplies=False,
+    product=_give_weight,
+    image_dims=0,
+    multiply_adds=_every_step,
+)
 
 KINDS: dict[str, LayerKind] = {
-    kind.name: kind for kind in (CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR, EMBEDDING)
+    kind.name: kind for kind in (CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, LINEAR, EMBEDDING, RECURRENT_WEIGHT)
 }
 KIND_OF: dict[type[nn.Module], LayerKind] = {kind.module: kind for kind in KINDS.values()}
 
@@ -195,8 +219,13 @@ FORWARD = ("forward", "_conv_forward", "__call__", "_call_impl")  # what says ho
 
 
 def kind_of(layer: nn.Module) -> LayerKind | None:
-    """The kind of `layer`: its class is in the table, or derived from one there without changing how it computes."""
+    """The kind of `layer`: its class is in the table, or derived from one there without changing how it computes.
+
+    A layer with tensors or modules beside its weight and bias has none: nobody would keep them.
+    """
     if "forward" in vars(layer):  # patched by somebody
+        return None
+    if {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}:
         return None
     for each in type(layer).__mro__:
         if each in KIND_OF:

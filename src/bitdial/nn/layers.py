@@ -4,8 +4,19 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
+from bitdial.nn.layer_kinds import (
+    CONV1D,
+    CONV2D,
+    CONV3D,
+    CONV_TRANSPOSE2D,
+    EMBEDDING,
+    LINEAR,
+    RECURRENT_WEIGHT,
+    LayerKind,
+)
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
+from bitdial.nn.recurrent import RecurrentWeight
+from bitdial.nn.stand_in import stand_in
 
 UNKNOWN = ""
 
@@ -31,10 +42,15 @@ class QuantLayer(nn.Module):
 
     @classmethod
     def from_float(
-        cls, layer: nn.Module, weight_quantizer: WeightQuantizer, act_quantizer: ActivationQuantizer | None
+        cls,
+        layer: nn.Module,
+        weight_quantizer: WeightQuantizer,
+        act_quantizer: ActivationQuantizer | None,
+        name: str = UNKNOWN,
     ) -> Self:
-        """A quantised layer that shares the parameters of `layer`."""
+        """A quantised layer that shares the parameters and attributes of `layer`; its `name` is for errors."""
         made: Any = cls(**cls.kind.arguments(layer), device="meta")
+        stand_in(made, layer, name)
         made.weight = layer.weight
         if cls.kind.has_bias:
             made.bias = layer.bias
@@ -106,7 +122,22 @@ class QuantEmbedding(QuantLayer, nn.Embedding):
     bias = None
 
 
+class QuantRecurrentWeight(QuantLayer, RecurrentWeight):
+    """A matrix of a recurrent network, quantised at the selected width; its output is the dequantised matrix."""
+
+    kind = RECURRENT_WEIGHT
+    bias = None
+
+
 QUANTIZED: dict[LayerKind, type[QuantLayer]] = {
     layer.kind: layer
-    for layer in (QuantConv1d, QuantConv2d, QuantConv3d, QuantConvTranspose2d, QuantLinear, QuantEmbedding)
+    for layer in (
+        QuantConv1d,
+        QuantConv2d,
+        QuantConv3d,
+        QuantConvTranspose2d,
+        QuantLinear,
+        QuantEmbedding,
+        QuantRecurrentWeight,
+    )
 }

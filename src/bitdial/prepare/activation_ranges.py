@@ -18,7 +18,7 @@ MOST_SAMPLES = 1 << 16
 class LayerInput:
     """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the extremes of all.
 
-    Of a layer that takes indices, only when it ran. `arguments` is the most that a call gave it.
+    Of a layer that does not multiply its input, only when it ran. `arguments` is the most that a call gave it.
     """
 
     samples: list[Tensor] = field(default_factory=list)
@@ -32,12 +32,12 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
     """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
-    gathers = {name: bool((kind := kind_of(layer)) and kind.gathers) for name, layer in layers.items()}
+    multiplies = {name: bool((kind := kind_of(layer)) and kind.multiplies) for name, layer in layers.items()}
 
     def record(name: str, x: Tensor, arguments: int) -> None:
         entry = seen.setdefault(name, LayerInput())
         entry.last_call, entry.arguments = next(calls), max(entry.arguments, arguments)
-        if gathers[name]:
+        if not multiplies[name]:
             return
         flat = x.detach().reshape(-1)
         if flat.numel() == 0:

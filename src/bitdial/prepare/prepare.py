@@ -22,6 +22,7 @@ from bitdial.nn import (
     WeightQuantizer,
     kind_of,
 )
+from bitdial.nn.decompose import decompose
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
@@ -69,6 +70,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     check_weights(model)
     model, batches = copy_to_prepare(model, batches)
     turn_off_fast_paths(model)
+    decompose(model)
     norms = find_norms(model, switch_norms=config.switch_norms)
     candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None and norms.holder(n) is None}
     weights = find_weights(model)
@@ -149,7 +151,7 @@ def _quantized_layers(
             quantizer = made[owner].weight_quantizer
             _check_tied(name, kind, rows, scale_shape, owner, made[owner])
         act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
-        made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer)
+        made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
     return made
 
 

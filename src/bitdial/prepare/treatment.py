@@ -10,6 +10,7 @@ from torch import nn
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.functional import Granularity
 from bitdial.nn import LayerKind, kind_of, nearest_kind
+from bitdial.nn.decompose import PART_OF
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig, Rule
 from bitdial.prepare.ends import Ends
@@ -43,9 +44,9 @@ def decide(
     default = Treatment(True, False, config.activations, Granularity(config.per_channel, config.group_size))
     treatments = dict.fromkeys(candidates, default)
     for name, kind in kinds.items():
-        if config.keep_first_last and name in ends.heads:
+        if config.keep_first_last and kind.multiplies and name in ends.heads:
             treatments[name] = default.kept("is a last layer, which makes the output (keep_first_last)", "default")
-        if config.keep_first_last and name in ends.stems:
+        if config.keep_first_last and kind.multiplies and name in ends.stems:
             treatments[name] = default.kept("is a first layer, which the inputs reach (keep_first_last)", "default")
         if kind.gathers:
             reason = f"is quantised where a rule asks for it: Rule(type={kind.name!r}, quantize=True)"
@@ -64,14 +65,15 @@ def decide(
                     "run it; pass a batch that does"
                 )
             treatments[name] = treatment.kept("did not run on the calibration batch", "circumstance")
-        if kinds[name].gathers:
+        if not kinds[name].multiplies:
             treatments[name] = replace(treatments[name], activations="float")
     return treatments
 
 
 def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     by_name = rule.pattern is None or fnmatchcase(name, rule.pattern)
-    return by_name and rule.type in (None, type(layer).__name__, cast(LayerKind, kind_of(layer)).name)
+    kind, whole = cast(LayerKind, kind_of(layer)).name, vars(layer).get(PART_OF)
+    return by_name and (rule.type is None or rule.type in (type(layer).__name__, kind, whole))
 
 
 def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:

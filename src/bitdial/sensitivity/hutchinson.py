@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from bitdial.dial.dial import is_live, set_bits, unwrap
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer
+from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem, pairs
 from bitdial.prepare.model_call import Batch, call
@@ -294,6 +295,7 @@ def _float_layer(layer: QuantLayer) -> nn.Module:
     made.weight = nn.Parameter(rounded.detach())
     if kind.has_bias:
         made.bias = layer.bias
+    keep_attributes(made, layer)
     return made.eval()
 
 

@@ -15,7 +15,8 @@ border between two codes may land on either side. Here every sum is a sum of int
 - plain float scales for groups are for weight-only layers: each group of inputs has an exact sum, which is multiplied
   with its step in float64; these products are added in float64 in the order of the groups, and the total is rounded
   to float32 once;
-- a layer that picks rows (an embedding) sums nothing: its values are integer * step, rounded once;
+- a layer that picks rows (an embedding), or gives its weight to a recurrent network, sums nothing: its values are
+  integer * step, rounded once;
 - what follows is float32, one rounding per operation, in this order:
 
       y = float32(sum) * float32(act_scale * weight_step)      per channel
@@ -29,9 +30,9 @@ border between two codes may land on either side. Here every sum is a sum of int
   computed in float64 from left to right.
 
 Sums are carried in float64, where integers below 2^53 are exact. Modules of other kinds run as they are, so do norms of
-a class that changes how a batch norm computes; sums that a model takes by function (`x.mean(...)`, attention) are
-float32 sums and outside this definition. So that they have one order on one machine, images are laid out as kernels lay
-them out, channels last.
+a class that changes how a batch norm computes; sums that a model takes by function (`x.mean(...)`, attention, recurrent
+networks) are float32 sums and outside this definition. So that they have one order on one machine, images are laid out
+as kernels lay them out, channels last.
 
 This file judges the others: nothing here comes from another engine, and no engine inherits from it.
 """
@@ -52,6 +53,7 @@ from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy, take_over
 from bitdial.nn.layer_kinds import CONV2D, LINEAR, LayerKind
 from bitdial.nn.norms import batch_norm_type
+from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 
 _SUM_BITS = 52
@@ -111,7 +113,7 @@ def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
     layer.check_input(x)
     kind, codes = layer.kind, layer.codes
     integers, step = codes.weight_integers(layer.weight_bits), codes.integer_step(layer.weight_bits)
-    if kind.gathers:
+    if not kind.multiplies:
         values = bf.values_by_scale(integers.float(), step)
         return kind.product(layer, x, kind.from_rows(layer, values), None)
     whole = integers.double()
@@ -231,6 +233,7 @@ def plain_layer(layer: Any) -> nn.Module:
     """The float layer of which `layer` has the kind, the settings and the parameters."""
     made = layer.kind.module(**layer.kind.arguments(layer), device="meta")
     made.weight, made.bias = layer.weight, layer.bias
+    keep_attributes(made, layer)
     return cast(nn.Module, made.eval())
 
 

@@ -34,6 +34,7 @@ from bitdial.kernels.training import (
 )
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
 from bitdial.nn import QuantConv2d, QuantLayer, SwitchableBatchNorm
+from bitdial.nn.decompose import DECOMPOSED
 from bitdial.prepare.model_call import Batch
 
 log = logging.getLogger(__name__)
@@ -184,7 +185,8 @@ class _Tracer(fx.Tracer):
     """Does not look into bitdial's layers, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, QuantLayer | SwitchableBatchNorm) or super().is_leaf_module(m, module_qualified_name)
+        ours = isinstance(m, QuantLayer | SwitchableBatchNorm | DECOMPOSED)
+        return ours or super().is_leaf_module(m, module_qualified_name)
 
 
 class FastModel:

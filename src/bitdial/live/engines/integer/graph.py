@@ -26,6 +26,7 @@ from bitdial.live.engines.integer.float_layers import FixedPointLayer, FixedPoin
 from bitdial.live.engines.integer.norms import IntegerNorm, IntegerSwitchableNorm
 from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn.decompose import DECOMPOSED
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class _Tracer(fx.Tracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, LiveLayer | SwitchableBatchNorm | Norm | FixedPointLayer | FixedPointPool)
+        ours = isinstance(m, LiveLayer | SwitchableBatchNorm | Norm | FixedPointLayer | FixedPointPool | DECOMPOSED)
         ours = ours or type(m).__module__ == "bitdial.live.engines.exact"
         return ours or super().is_leaf_module(m, module_qualified_name)
 
