@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from bitdial.artifact.format import (
     layer_table_entry,
     norm_table_entry,
 )
+from bitdial.artifact.graph import graph_entry
 from bitdial.artifact.read import read_artifact
 from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
@@ -87,6 +88,8 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
+    if (graph := graph_entry(model, (*layers, *norms))) is not None:
+        manifest["graph"] = graph
     return _write(path, tensors, manifest, model)
 
 
@@ -182,7 +185,7 @@ def _name_here(name: str, other: str | None, layers: Mapping[str, QuantLayer]) -
     if other in (None, UNKNOWN):
         return other
     try:
-        return leader_of(name, cast(str, other), layers)
+        return leader_of(name, other, layers)
     except PlanError as problem:
         raise ArtifactError(
             f"{name!r} goes by layer {other!r}, which the model does not have under that name; save the model that "

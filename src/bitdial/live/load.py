@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.artifact import FLOAT, Artifact, fit, read_artifact
+from bitdial.artifact import FLOAT, Artifact, check_same_graph, fit, read_artifact
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ConfigError
 from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
@@ -166,6 +166,7 @@ def _assemble(
 ) -> nn.Module:
     """Put the file's content into `model`, in place."""
     layers, norms, floats = fit(artifact, model)
+    check_same_graph(artifact, model)
     for key, tensor in floats.items():
         _fill(tensor, artifact.tensors[f"{FLOAT}{key}"])
     for name, layer in layers.items():
