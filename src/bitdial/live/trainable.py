@@ -22,7 +22,7 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
         if (bias := artifact.part(name, "bias")) is not None:
             layer.bias = nn.Parameter(bias.clone())
         trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name))
-        trainable.fed_by = artifact.layers[name]["fed_by"]
+        trainable.name, trainable.fed_by = name, artifact.layers[name]["fed_by"]
         new[layer] = trainable
     return new
 
