@@ -222,6 +222,7 @@ def test_a_file_of_version_1_that_says_nested_is_one_of_version_2_that_says_cent
     file = open_file(tmp_path / "new")
     assert (file.manifest["version"], file.manifest["scheme"]) == (2, "centred")
     file.manifest.update(version=1, scheme="nested")
+    del file.manifest["graph"]
     for entry in file.manifest["layers"].values():
         entry.pop("group_size", None)  # which version 1 did not have
     file.write(tmp_path / "old")
@@ -252,9 +253,31 @@ def test_the_tie_rules_differ_on_these_weights(tmp_path: Path, prepared: Callabl
 # --- the manifest -----------------------------------------------------------------------------------
 
 
+GRAPH = """\
+'stem'(in0; kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), output_padding=(0, 0), dilation=(1, 1), groups=1, \
+padding_mode='zeros')
+'stem_norm'(%0)
+relu(%1)
+'conv'(%2)
+'norm'(%3)
+relu(%4)
+'depth'(%5)
+relu(%6)
+mean(%7, dim=(2, 3))
+'left'(%8)
+relu(%9)
+'right'(%10)
+'head'(%11)
+mul(%12, 'gain')
+output(%13)"""
+
+
 def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], Any]) -> None:
     manifest = open_file(saved(activations="asymmetric")).manifest
     assert manifest.pop("written_by").startswith("bitdial ")
+    lines = GRAPH.split("\n")
+    digest = hashlib.sha256(GRAPH.encode()).hexdigest()
+    assert manifest.pop("graph") == {"digest": digest, "count": 15, "lines": [line[:160] for line in lines]}
     linear = {"type": "Linear", "shape": [6, 6], "bias": True, "activations": "asymmetric", "group_size": None}
     norm = {"type": "BatchNorm2d", "eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
     conv = {"type": "Conv2d", "dilation": [1, 1], "padding": [1, 1], "padding_mode": "zeros"}

@@ -85,8 +85,8 @@ def test_the_type_is_the_models(saved: Callable[..., Path], kernels: str, scheme
     path = saved(scheme, "float")
     for live in (
         load(path, Net(), kernels=kernels, dtype=torch.bfloat16),
-        load(path, Net(), kernels=kernels).to(torch.bfloat16),
-        copy.deepcopy(load(path, Net(), kernels=kernels).bfloat16()).cpu(),
+        load(path, Net(), kernels=kernels, dtype=torch.bfloat16).to("cpu"),
+        copy.deepcopy(load(path, Net(), kernels=kernels, dtype=torch.bfloat16)).cpu(),
     ):
         assert {live.get_submodule(name).weight.dtype for name in LAYERS} == {torch.bfloat16}
         assert live(X.bfloat16()).dtype == torch.bfloat16

@@ -6,6 +6,7 @@ docs/artifact-format.md is the specification. Reading never runs code from the f
 from bitdial.artifact.amend import amend
 from bitdial.artifact.fit import fit
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.graph import check_same_graph
 from bitdial.artifact.read import read_artifact
 from bitdial.artifact.sizes import sizes
 from bitdial.artifact.write import save
@@ -14,6 +15,7 @@ __all__ = [
     "FLOAT",
     "Artifact",
     "amend",
+    "check_same_graph",
     "fit",
     "float_state",
     "layer_table_entry",

@@ -18,6 +18,7 @@ from bitdial.artifact.format import (
     Artifact,
     check_sensitivity,
 )
+from bitdial.artifact.graph import check_graph_entry
 from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
@@ -99,8 +100,8 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        decomposed = {"decomposed": dict} if "decomposed" in manifest else {}
-        _fields("the manifest", manifest, {**_MANIFEST, **decomposed})
+        optional: dict[str, type] = {k: dict for k in ("decomposed", "graph") if version == VERSION and k in manifest}
+        _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
             _renew(manifest)
         try:
@@ -124,6 +125,8 @@ class _Checker:
         self._plans()
         if manifest["sensitivity"] is not None:
             self._sensitivity()
+        if optional:
+            check_graph_entry(manifest["graph"])
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = self.artifact.tensors.get(name)

@@ -22,6 +22,7 @@ from bitdial.artifact.format import (
     layer_table_entry,
     norm_table_entry,
 )
+from bitdial.artifact.graph import graph_entry
 from bitdial.artifact.read import read_artifact
 from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
@@ -90,6 +91,8 @@ def save(
     }
     if decomposed := decomposed_modules(model):
         manifest["decomposed"] = decomposed
+    if (graph := graph_entry(model, (*layers, *norms))) is not None:
+        manifest["graph"] = graph
     return _write(path, tensors, manifest, model)
 
 

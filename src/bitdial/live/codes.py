@@ -8,8 +8,7 @@ Weights are in rows (output channels, inputs, ...), as `bitdial.nn.layer_kinds` 
 `bitdial.functional` from what is stored; nothing here depends on the width that is selected.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, Self, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +48,6 @@ class StoredCodes(nn.Module):
         """They are what a switch starts from."""
         return {"master": [self.stored]}
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        stored = self.stored
-        super()._apply(fn, recurse)
-        if self.stored.dtype != stored.dtype:  # a float weight keeps its type, as its scales do
-            self.stored = stored.to(self.stored.device)
-        return self
-
 
 class CodeFacts(NamedTuple):
     """What a file says of all its codes, and of one layer's activations ('float': they are not quantised)."""
@@ -83,7 +75,7 @@ class CodeScales(NamedTuple):
 class Codes(nn.Module):
     """The codes of one layer's weight at every width of its file, and the quantizer of its input.
 
-    Weight scales stay in float32 whatever a model is converted to.
+    Scales are float32 whatever type a model runs in.
     """
 
     scale: Tensor
@@ -185,10 +177,3 @@ class Codes(nn.Module):
     @property
     def _source(self) -> CodeSource:
         return cast(CodeSource, self.source)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scale = self.scale
-        super()._apply(fn, recurse)
-        if self.scale.dtype != scale.dtype:  # `.to(torch.bfloat16)` of a model must not round it
-            self.scale = scale.to(self.scale.device)
-        return self

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.artifact import FLOAT, Artifact, fit, read_artifact
+from bitdial.artifact import FLOAT, Artifact, check_same_graph, fit, read_artifact
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
+from bitdial.live.casts import refuse_casts
 from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
 from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
@@ -112,6 +113,7 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     if dtype is not None:
         _convert(live, dtype)
     live = live.to(device)
+    refuse_casts(live)
     if board is not None:
         board.attach(live)
     for name in words:
@@ -141,9 +143,12 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
     """Convert in place what a weight-only model computes with: parameters, and what weights are dequantised to.
 
     Scales stay in float32, and so do other buffers: tables such as rotary frequencies lose their meaning in 16 bits.
+    Norms with statistics stay as a whole, since PyTorch takes their parameters in the type of these.
     """
+    norms = [module for module in live.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
     for name, parameter in live.named_parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
             if not bool(parameter.isfinite().all()):
                 raise ConfigError(f"the parameter {name!r} has values beyond {dtype}; choose torch.bfloat16")
@@ -172,6 +177,7 @@ def _assemble(
         log.info("the given model is in %s, the loaded one in float32; dtype= is for 16 bits", " and ".join(others))
     model.float()
     layers, norms, floats = fit(artifact, model)
+    check_same_graph(artifact, model)
     for key, tensor in floats.items():
         _fill(tensor, artifact.tensors[f"{FLOAT}{key}"])
     for name, layer in layers.items():

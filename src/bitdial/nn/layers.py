@@ -2,8 +2,10 @@
 
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
+from bitdial.errors import QuantizationError
 from bitdial.nn.layer_kinds import (
     CONV1D,
     CONV2D,
@@ -26,10 +28,11 @@ class QuantLayer(nn.Module):
 
     Only `set_bits` changes `weight_bits` and `act_bits`. Without an activation quantizer the layer is weight-only and
     `act_bits` has no effect. `fed_by` is the quantised layer that feeds this one: None if only float modules do,
-    UNKNOWN if that could not be followed.
+    UNKNOWN if that could not be followed. `name` is its name in the prepared model, for errors.
     """
 
     kind: ClassVar[LayerKind]
+    name: str = ""
     fed_by: str | None = UNKNOWN
 
     weight: Tensor
@@ -82,6 +85,12 @@ class QuantLayer(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The product of the quantised input with the quantised weight."""
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            raise QuantizationError(
+                f"layer {self.name!r}: its weight is {self.weight.dtype}. Weights and scales of a prepared model are "
+                "float32: in 16 bits, codes would be others. Go on from before the cast (a checkpoint, or .float() on "
+                "rounded values); to train in 16 bits, use TrainConfig(autocast='bfloat16') or torch.autocast"
+            )
         return self.kind.product(self, self.quantized_input(input), self.quantized_weight(), self.bias)
 
 

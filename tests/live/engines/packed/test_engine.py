@@ -259,7 +259,9 @@ def test_copies_and_conversions(live: Callable[..., nn.Module], tokens: Tensor, 
     set_bits(twin, 4)
     assert torch.equal(run(twin, tokens), before)
     scales = {name: layer.codes.scale.clone() for name, layer in layers_of(twin).items()}
-    twin.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match="cannot be cast"):
+        twin.to(torch.bfloat16)
+    twin = live(scheme, dtype=torch.bfloat16)
     assert all(torch.equal(layer.codes.scale, scales[name]) for name, layer in layers_of(twin).items())
     assert all(torch.equal(layer.engine.scale, scales[name][0]) for name, layer in layers_of(twin).items())
     assert run(twin, tokens).dtype == torch.bfloat16

@@ -6,8 +6,7 @@ numbers of a model on float kernels, slowly. NaN and infinity pass through, as i
 them, since that would wait for the device.
 """
 
-from collections.abc import Callable
-from typing import Self, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -68,15 +67,6 @@ class PackedEngine(nn.Module):
     def tensors(self) -> dict[str, list[Tensor]]:
         """The scales."""
         return {"other": [self.scale] if self.group_scale is None else [self.scale, self.group_scale]}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, held in before.items():
-            now = self._buffers[name]
-            if held is not None and now is not None and now.dtype != held.dtype:
-                self._buffers[name] = held.to(now.device)  # `.to(torch.bfloat16)` of a model must not round it
-        return self
 
 
 def _scales(layer: LiveLayer) -> tuple[Tensor, Tensor | None]:
