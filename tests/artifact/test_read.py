@@ -862,10 +862,6 @@ def float_shape(model: nn.Module) -> None:
     model.head = nn.Linear(6, 4)
 
 
-def float_type(model: nn.Module) -> None:
-    model.head.double()
-
-
 def float_more(model: nn.Module) -> None:
     model.stem.bias = nn.Parameter(torch.zeros(4))
 
@@ -914,7 +910,6 @@ MISFITS: dict[Callable[[nn.Module], None], str] = {
     no_norm: "norm 'norm' of the file is not in the model",
     not_affine: "norm 'norm': affine",
     float_shape: r"'head\.(weight|bias)'",
-    float_type: r"'head\.(weight|bias)'",
     float_more: r"only the model has the float tensor 'stem\.bias'",
     float_less: r"only the file has the float tensor 'head\.bias'",
     extra_layer: r"only the model has the float tensor 'extra\.",

@@ -67,7 +67,7 @@ def write_container(
     try:
         text = json.dumps(manifest, separators=(",", ":"), allow_nan=False)
         metadata = {"manifest": text, "digest": _digest(text, plain)}
-    except (TypeError, ValueError) as cause:
+    except (TypeError, ValueError, RecursionError) as cause:
         raise error(f"cannot write {path}: {cause}") from cause
     with replacing(path, error=error) as temporary:
         save_file(plain, temporary, metadata)

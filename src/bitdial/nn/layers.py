@@ -32,7 +32,7 @@ class QuantLayer(nn.Module):
     """
 
     kind: ClassVar[LayerKind]
-    name: str = ""
+    name: str = UNKNOWN
     fed_by: str | None = UNKNOWN
 
     weight: Tensor
@@ -57,7 +57,7 @@ class QuantLayer(nn.Module):
         made.weight = layer.weight
         if cls.kind.has_bias:
             made.bias = layer.bias
-        made.weight_quantizer, made.act_quantizer = weight_quantizer, act_quantizer
+        made.name, made.weight_quantizer, made.act_quantizer = name, weight_quantizer, act_quantizer
         made.bit_choices = weight_quantizer.bit_choices
         made.weight_bits = made.act_bits = made.bit_choices[0]
         return made.train(layer.training)

@@ -3,7 +3,6 @@
 Models read more of their layers than PyTorch's classes have: what somebody has put on a layer, what its class defines.
 """
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
@@ -20,13 +19,11 @@ RESERVED = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class LeftBehind:
     """In the place of a method or property `attribute` of the class that `layer` was of: to use it is an error."""
 
-    layer: str
-    was: str
-    attribute: str
+    def __init__(self, layer: str, was: str, attribute: str):
+        self.layer, self.was, self.attribute = layer, was, attribute
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AttributeError(

@@ -96,7 +96,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
 
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in _quantized_layers(chosen, inputs, treatments, config).items():
-        layer.name, layer.fed_by = name, flow.feeders.get(name, UNKNOWN)
+        layer.fed_by = flow.feeders.get(name, UNKNOWN)
         new[chosen[name]] = layer
     for name, leader in flow.leaders.items():
         norm = norms.switch[name]
