@@ -20,6 +20,7 @@ import bitdial
 from bitdial import BitdialError, QuantConfig, Rule, build_model, load, prepare, read_artifact, save
 from bitdial.artifact import sizes
 from bitdial.functional.bitstream import pack_bytes
+from bitdial.nn.decompose import DECOMPOSITIONS
 from bitdial.nn.layer_kinds import KIND_OF, KINDS
 from bitdial.nn.layers import QUANTIZED
 
@@ -100,7 +101,7 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
 def tables_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """docs/extending.md adds to the tables of bitdial itself, and to the modules that can be imported."""
     monkeypatch.setitem(sys.modules, "my_device", ModuleType("my_device"))
-    tables: list[dict[Any, Any]] = [KINDS, KIND_OF, QUANTIZED]
+    tables: list[dict[Any, Any]] = [KINDS, KIND_OF, QUANTIZED, DECOMPOSITIONS]
     before = [dict(table) for table in tables]
     yield
     for table, content in zip(tables, before, strict=True):
@@ -112,6 +113,8 @@ def test_the_extending_page_runs(in_tmp_path: Path, tables_put_back: None) -> No
     names = run("docs/extending.md")
     assert read_artifact("up.safetensors").layers["up"]["type"] == "ConvTranspose1d"
     assert dict(bitdial.get_bits(names["live"])) == {"up": (2, 2)}
+    assert dict(bitdial.get_bits(names["running"])) == {"1.value": (2, 2), "1.gate": (2, 2)}
+    assert read_artifact("gated.safetensors").manifest["decomposed"] == {"1": "Gated"}
     assert names["count_codes"](names["codes"], 4).sum() == 1000
     assert torch._C._dispatch_has_kernel_for_dispatch_key("bitdial::count_codes", "CPU")
 

@@ -295,6 +295,12 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "plan of three": (plan({"conv": [8, 8, 8]}, [8, 8]), "plan 'night'"),
     "plan at 8.0": (plan({"conv": [8.0, 8]}, [8, 8]), "plan 'night'"),
     "plan at true": (plan({"conv": [True, True]}, [8, 8]), "plan 'night'"),
+    "decomposed list": (set_field("decomposed", to=[]), "decomposed is .* not of the right type"),
+    "unknown decomposition": (
+        set_field("decomposed", to={"left": "Mamba"}),
+        "'left': 'Mamba' is not one of Multi",
+    ),
+    "decomposed number": (set_field("decomposed", to={"left": 1}), "module 'left': 1 is not one of"),
     "unknown entry": (set_field("run_this", to="rm"), "'run_this' is unknown"),
     "missing entry": (drop_field("metrics"), "'metrics' is missing"),
     "unknown layer entry": (set_field("layers", "conv", "hook", to="os.system"), "'conv'.*'hook' is unknown"),

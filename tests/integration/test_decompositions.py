@@ -1,6 +1,7 @@
 """Every module that is taken apart, all the way: training, the file, live models, exact sums, costs, ONNX."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -281,6 +282,20 @@ def test_a_compiled_model_is_the_same() -> None:
     torch.compiler.reset()
     with torch.no_grad():
         assert torch.equal(call(torch.compile(model, backend="eager", fullgraph=True), batch), call(model, batch))
+
+
+def test_a_file_from_before_keeps_its_modules_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["bitdial.prepare.prepare"], "decompose", lambda model: {})
+    for name in ("MultiheadAttention", "LSTM"):
+        make, batch = NETWORKS[name]
+        model = trained(name, keep_first_last=False)
+        save(model, tmp_path / "m")
+        assert "decomposed" not in read_artifact(tmp_path / "m").manifest
+        live = load(tmp_path / "m", make())
+        set_bits(model, 4)
+        set_bits(live, 4)
+        with torch.no_grad():
+            assert torch.equal(call(live, batch), call(model, batch)), name
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path) -> None:

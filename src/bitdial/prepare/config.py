@@ -14,10 +14,11 @@ SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
 class Rule(Config):
     """How to treat the layers that match; of several matching rules, the last to speak of a setting wins.
 
-    `pattern` is a shell-style pattern over module names (`layer1.*`), `type` a class name (`Linear`); at least one
-    is given, and a layer must match both where both are. `quantize=True` also overrules `keep_first_last`, and an
-    Embedding is quantised only where it says so. `group_size` is that of QuantConfig, or 0 for a scale per channel;
-    `per_channel` likewise takes the place of groups. A rule that matches no layer is an error.
+    `pattern` is a shell-style pattern over module names (`layer1.*`), `type` a class name (`Linear`; also that of a
+    module which is taken apart, such as `LSTM`, for all its layers); at least one is given, and a layer must match both
+    where both are. `quantize=True` also overrules `keep_first_last`, and an Embedding is quantised only where it says
+    so. `group_size` is that of QuantConfig, or 0 for a scale per channel; `per_channel` likewise takes the place of
+    groups. A rule that matches no layer is an error.
     """
 
     pattern: str | None = None
