@@ -21,9 +21,9 @@ from bitdial.export import export_onnx, onnx_session_options  # noqa: E402
 from bitdial.export.transformers import export_pretrained, load_pretrained  # noqa: E402
 from bitdial.functional import narrow  # noqa: E402
 from bitdial.live.engines.exact import code_exact  # noqa: E402
-from bitdial.live.engines.packed import view_at_bits  # noqa: E402
 from bitdial.live.load import load, load_trainable  # noqa: E402
 from bitdial.live.memory import resident_bytes  # noqa: E402
+from bitdial.live.views import view_at_bits  # noqa: E402
 from bitdial.models import build_model  # noqa: E402
 from bitdial.planning import candidates, evaluate_plans, pareto_front, search  # noqa: E402
 from bitdial.planning.cost import measure_costs  # noqa: E402
