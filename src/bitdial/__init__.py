@@ -25,9 +25,9 @@ if _typing.TYPE_CHECKING:
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
     from bitdial.live.engines.exact import code_exact
-    from bitdial.live.engines.packed import view_at_bits
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
+    from bitdial.live.views import view_at_bits
     from bitdial.models import build_model
     from bitdial.planning import candidates, evaluate_plans, pareto_front, search
     from bitdial.planning.cost import measure_costs
@@ -96,7 +96,7 @@ _load_when_asked(
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
         "bitdial.live.engines.exact": "code_exact",
-        "bitdial.live.engines.packed": "view_at_bits",
+        "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
         "bitdial.models": "build_model",

@@ -225,10 +225,9 @@ def test_packed_words_otherwise() -> None:
             assert same(copied(x), by_width[bits]), f"{name} at {bits}"
         if entry["scheme"] not in FLOOR_SCHEMES:
             check(name, load(*parts, **packed, master="host"), kind="bfloat16")
-        elif name != "weights_mixed":  # a convolution has no view
-            views = {bits: view_at_bits(copied, bits) for bits in by_width}
-            for bits, view in views.items():
-                assert same(view(x), by_width[bits]), f"{name} at {bits}"
+        views = {bits: view_at_bits(copied, bits) for bits in by_width}
+        for bits, view in views.items():
+            assert same(view(x), by_width[bits]), f"{name} at {bits}"
 
 
 @pytest.mark.cuda

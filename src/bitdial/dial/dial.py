@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from bitdial.dial.plan import BitPlan, LayerBits, as_plan, resolve_bits, shortened
@@ -83,6 +83,10 @@ class Board(Generic[Steps]):
             self.layers[name].select_bits(first, second)
         else:
             self.norms[name].select_set(first, second)
+
+    def fixed(self) -> list[Tensor]:
+        """The tensors, beside those of modules, that no switch changes."""
+        raise NotImplementedError
 
     def _steps(self, chosen: Selection) -> Steps:
         """What is to be done for `chosen`; it is done again later, so it holds nothing of the present state."""

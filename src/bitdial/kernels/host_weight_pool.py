@@ -32,6 +32,9 @@ class HostWeightPool(PackedWeightPool):
         self._block_counts = list(zip(accumulate(counts, initial=0), counts, strict=False))  # (first, how many)
         return _host_buffer(words, pinned=self.device.type == "cuda")
 
+    def fixed(self) -> list[Tensor]:
+        return [*super().fixed(), self._staged_layers]
+
     def _upload(self, changed: Sequence[str]) -> None:
         for layer in (self.names[name] for name in changed):
             begin, _, count = self._spans[layer]

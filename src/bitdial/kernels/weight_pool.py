@@ -118,6 +118,10 @@ class PackedWeightPool:
             self._views[key] = self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
         return self._views[key]
 
+    def fixed(self) -> list[Tensor]:
+        """The tensors that no switch changes: copies of a pool may share them."""
+        return [self.master, self._blocks, self._layers]
+
     def stored_codes(self, name: str) -> Tensor:
         """The codes of a layer at `high` bits, (rows, columns) int8, read back from the master."""
         layer = self.names[name]

@@ -37,6 +37,10 @@ class Engine(Protocol):
         """What it holds, by the names of `bitdial.live.memory`."""
         ...
 
+    def switched(self) -> list[Tensor]:
+        """Those of its tensors that `select` rewrites."""
+        ...
+
 
 class LiveLayer(nn.Module):
     """A layer of any kind on integer codes: `codes` (what it is) and `engine` (how it multiplies).

@@ -87,7 +87,7 @@ def _prepacked_for(x: Tensor, weight: Tensor, zero: int, moves: tuple[Pair, Pair
         filters, scales = weight.permute(0, 3, 1, 2), _ones_and_zeros(weight.shape[0])[0]
         arranged = torch.ops.onednn.qconv_prepack(filters, scales, 1.0, zero, *moves, list(x.shape))
         if len(kept[1]) >= _MOST_ARRANGED:
-            kept[1].pop(next(iter(kept[1])), None)  # used the longest ago
+            kept[1].pop(next(iter(kept[1]), None), None)  # used the longest ago; another thread may have been here
     kept[1][about] = arranged
     return arranged
 

@@ -107,6 +107,10 @@ class ExactEngine(nn.Module):
         """It holds nothing."""
         return {}
 
+    def switched(self) -> list[Tensor]:
+        """It holds nothing."""
+        return []
+
 
 def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
     """The output of a layer on codes at the selected widths."""

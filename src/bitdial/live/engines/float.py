@@ -36,6 +36,10 @@ class FloatEngine(nn.Module):
         """The weight in use."""
         return {"active": [self.active]}
 
+    def switched(self) -> list[Tensor]:
+        """The weight in use."""
+        return [self.active]
+
 
 def run_on_float(model: nn.Module) -> None:
     """Give every layer of `model` that has no engine this one, in place."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bitdial.graph.patterns import insert_call, module_of, take_epilogue
+from bitdial.graph.trace import ThreadTracer
 from bitdial.kernels.fake_quantize import quantize_activation_by, quantize_weight_by
 from bitdial.kernels.training import (
     Moments,
@@ -181,7 +182,7 @@ def _activation_codes(layer: QuantLayer, x: Tensor, slot: Slot | None) -> Activa
     return ActivationCodes.of(quantizer.scales[str(bits)], bits=bits, kind=quantizer.kind, gradient_scale=factor)
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(ThreadTracer):
     """Does not look into bitdial's layers, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -5,6 +5,7 @@ On a GPU the kernels run, elsewhere the reference of the op; `test_on_kernels.py
 
 import copy
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from bitdial import (
     BitPlan,
     QuantConfig,
+    at_bits,
     code_exact,
     export_onnx,
     get_bits,
@@ -25,6 +27,7 @@ from bitdial import (
     resident_bytes,
     save,
     set_bits,
+    view_at_bits,
 )  # fmt: skip
 from bitdial.dial.dial import dialled_layers
 from bitdial.errors import ConfigError, PlanError, QuantizationError
@@ -388,3 +391,50 @@ def test_values_beyond_float16_are_refused(saved: Callable[..., Path], decoder: 
     save(prepare(large, config, torch.zeros(1, 1, dtype=torch.int64)), tmp_path / "m")
     with pytest.raises(ConfigError, match=r"the parameter 'norm.bias' has values beyond torch.float16; choose"):
         load(tmp_path / "m", large, dtype=torch.float16)
+
+
+def test_two_threads_at_two_widths(live: Callable[..., nn.Module], tokens: Tensor) -> None:
+    packed = live("nested", dtype=torch.float16)
+    wanted = {}
+    for bits in (2, 8):
+        with at_bits(packed, bits):
+            wanted[bits] = run(packed, tokens)
+    assert not torch.equal(wanted[2], wanted[8])
+    barrier = threading.Barrier(2, timeout=30)
+
+    def wait(*_: object) -> None:
+        barrier.wait()
+
+    # Both threads are in the same layer at once, and each waits there for the other before and after.
+    packed.down.register_forward_pre_hook(wait)
+    packed.down.register_forward_hook(wait)
+    found: dict[int, list[Tensor]] = {2: [], 8: []}
+
+    def serve(bits: int) -> None:
+        view = view_at_bits(packed, bits)
+        for _ in range(3):
+            found[bits].append(run(view, tokens))
+
+    threads = [threading.Thread(target=serve, args=(bits,)) for bits in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for bits, outputs in found.items():
+        assert len(outputs) == 3
+        assert all(torch.equal(y, wanted[bits]) for y in outputs)
+    assert set(get_bits(packed).values()) == {(8, 8)}
+
+
+def test_views_share_every_tensor_and_no_dial(live: Callable[..., nn.Module], tokens: Tensor) -> None:
+    packed = live("truncate")
+    view = view_at_bits(torch.compile(packed, backend="eager"), MIXED)
+    mine, theirs = dict(packed.named_buffers()), dict(view.named_buffers())
+    assert mine.keys() == theirs.keys()
+    assert all(theirs[name] is tensor for name, tensor in mine.items())
+    pairs = list(zip(packed.parameters(), view.parameters(), strict=True))
+    assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs), "a move of one would move both"
+    with at_bits(packed, MIXED):
+        assert torch.equal(run(packed, tokens), run(view, tokens))
+    set_bits(view, 2)
+    assert set(get_bits(packed).values()) == {(8, 8)}

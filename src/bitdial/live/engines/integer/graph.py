@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from bitdial.graph.patterns import insert_call, max_pool, module_of, only_user, take_epilogue
+from bitdial.graph.trace import ThreadTracer
 from bitdial.kernels.dispatch import missing_on
 from bitdial.kernels.epilogue import Epilogue, Outputs
 from bitdial.kernels.integer import run_epilogue
@@ -123,7 +124,7 @@ def _adds(residual: object, shape: tuple[int, ...]) -> bool:
     return isinstance(residual, Tensor) and residual.dtype == torch.float32 and tuple(residual.shape) == shape
 
 
-class _Tracer(fx.Tracer):
+class _Tracer(ThreadTracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

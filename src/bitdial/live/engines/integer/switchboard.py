@@ -59,6 +59,10 @@ class BoardPart(nn.Module):
         first, second = self.selects
         return getattr(self.owner, first), getattr(self.owner, second)
 
+    def switched(self) -> list[Tensor]:
+        """The operands: all of them are those of the widths in use."""
+        return [buffer for buffer in self._buffers.values() if buffer is not None]
+
     def tables(self) -> list[Tables]:
         """The operands at every choice, those that change together in one."""
         raise NotImplementedError
@@ -286,6 +290,9 @@ class Switchboard(Board[_Steps]):
         view = holder._buffers[name]
         assert view is not None
         self._views.append((holder._buffers, name, view))
+
+    def fixed(self) -> list[Tensor]:
+        return [self.master, self.table, self._code_blocks, self._word_blocks]
 
     def bytes_held(self) -> dict[str, int]:
         """The memory of the buffers, by what they hold."""

@@ -3,6 +3,5 @@
 from bitdial.live.engines.packed.board import PoolBoard
 from bitdial.live.engines.packed.build import packed_words
 from bitdial.live.engines.packed.engine import PackedEngine
-from bitdial.live.engines.packed.views import view_at_bits
 
-__all__ = ["PackedEngine", "PoolBoard", "packed_words", "view_at_bits"]
+__all__ = ["PackedEngine", "PoolBoard", "packed_words"]

@@ -3,7 +3,7 @@
 import copy
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from bitdial.dial.dial import SWITCHBOARD, Board, Selection
 from bitdial.kernels.weight_pool import PackedWeightPool
@@ -28,6 +28,9 @@ class PoolBoard(Board[Selection]):
         """Be what `set_bits` switches `model` by."""
         self.register(model)
         setattr(model, SWITCHBOARD, self)
+
+    def fixed(self) -> list[Tensor]:
+        return self.pool.fixed()
 
     def _steps(self, chosen: Selection) -> Selection:
         return chosen

@@ -68,6 +68,10 @@ class PackedEngine(nn.Module):
         """The scales."""
         return {"other": [self.scale] if self.group_scale is None else [self.scale, self.group_scale]}
 
+    def switched(self) -> list[Tensor]:
+        """None: scales are those of the stored codes, and words are the codes'."""
+        return []
+
 
 def _scales(layer: LiveLayer) -> tuple[Tensor, Tensor | None]:
     """The scales of `layer` as the op takes them: a scale for each row, and what its groups have beside it."""
