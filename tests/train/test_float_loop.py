@@ -499,8 +499,10 @@ def test_it_shows_where_it_is(capsys: pytest.CaptureFixture[str], caplog: pytest
     pytest.importorskip("rich")
     shown = make_model()
     train_float(shown, make_data(), epochs=EPOCHS, progress=True, **SETTINGS["sgd"])
-    assert "epoch 3/3" in (text := capsys.readouterr().out)
+    out, text = capsys.readouterr()
+    assert "epoch 3/3" in text
     assert "32b " in text
+    assert out == "", "results alone are on stdout"
     with caplog.at_level(logging.INFO, "bitdial"):
         silent = run(SETTINGS["sgd"], make_data())
     lines = [record.getMessage() for record in caplog.records]

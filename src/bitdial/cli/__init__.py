@@ -1,5 +1,5 @@
 """The command line. The only folder that prints, parses arguments or exits."""
 
-from bitdial.cli.commands import main
+from bitdial.cli.entry import main
 
 __all__ = ["main"]

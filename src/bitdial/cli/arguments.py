@@ -1,49 +1,37 @@
-"""Arguments that several commands take, and how their text is read."""
+"""Arguments that several commands take, and how their text is read. PyTorch is imported only where a text needs it."""
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bitdial.artifact import Artifact
+from bitdial.cli.usage import did_you_mean
 from bitdial.config import check_bit_choices
-from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, PlanError
-from bitdial.files.atomic import read_json
-from bitdial.functional import scheme_of
-from bitdial.planning import MeasuredFront
+
+if TYPE_CHECKING:
+    from bitdial.artifact import Artifact
+    from bitdial.dial.plan import BitPlan, LayerBits
 
 BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan, of `search --out` or of `pareto --out`"
 
 
 def file_argument(parser: argparse.ArgumentParser) -> None:
     """The artifact that a command is about."""
-    parser.add_argument("file", type=Path, help="an artifact (.safetensors)")
-
-
-def test_data_argument(parser: argparse.ArgumentParser) -> None:
-    """The data that a command tests on."""
-    parser.add_argument(
-        "--data",
-        metavar="DATA",
-        help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x (float, as in training) "
-        "and y (class numbers) (default: the test set of the recipe that made the file)",
-    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="an artifact (.safetensors)")
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def seed(text: str) -> int:
     """A whole number that every generator takes."""
-    value = int(text)
-    if not 0 <= value < 1 << 31:
-        raise argparse.ArgumentTypeError("must lie between 0 and 2147483647")
-    return value
+    if not text.isdecimal() or int(text) >= 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2147483647")
+    return int(text)
 
 
 def bit_list(text: str) -> tuple[int, ...]:
@@ -59,14 +47,17 @@ def bit_list(text: str) -> tuple[int, ...]:
 
 def weight_scheme(text: str) -> str:
     """The name of a weight scheme."""
+    from bitdial.functional import SCHEMES, scheme_of
+
     try:
         scheme_of(text)
     except ConfigError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
+        guess = did_you_mean(text, SCHEMES)
+        raise argparse.ArgumentTypeError(f"{text!r} is not known{guess}" if guess else str(problem)) from problem
     return text
 
 
-def bits_setting(text: str) -> LayerBits | str:
+def bits_setting(text: str) -> "LayerBits | str":
     """A width (4), a pair (4:8), or else the name of a stored plan."""
     parts = text.split(":")
     if len(parts) <= 2 and all(part.isdigit() for part in parts):
@@ -74,7 +65,7 @@ def bits_setting(text: str) -> LayerBits | str:
     return text
 
 
-def resolve_setting(setting: LayerBits | str, artifact: Artifact) -> LayerBits | BitPlan:
+def resolve_setting(setting: "LayerBits | str", artifact: "Artifact") -> "LayerBits | BitPlan":
     """What `--bits` asks for: a width or pair as it is, a plan of the file by its name, or one from a .json file.
 
     Of a file with several plans, `plans.json:NAME` is the one of that name.
@@ -100,8 +91,12 @@ def resolve_setting(setting: LayerBits | str, artifact: Artifact) -> LayerBits |
     raise PlanError(f"--bits {setting}: {path} {problem}; choose one by its name, as in {path}:NAME ({names})")
 
 
-def _plans_in(path: str) -> dict[str, BitPlan]:
+def _plans_in(path: str) -> "dict[str, BitPlan]":
     """The plans in a .json file by name, as `search --out` and `pareto --out` write them; one by itself has none."""
+    from bitdial.dial.plan import BitPlan
+    from bitdial.files.atomic import read_json
+    from bitdial.planning import MeasuredFront
+
     values: Any = read_json(path)
     try:
         if isinstance(values, dict) and isinstance(found := values.get("plans"), dict) and found:
@@ -125,7 +120,10 @@ def plan_name(text: str) -> str:
 
 def shape(text: str) -> tuple[int, ...]:
     """The shape of one input, such as 3x32x32."""
-    return tuple(positive(part) for part in text.split("x"))
+    parts = text.split("x")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 3x32x32")
+    return tuple(map(int, parts))
 
 
 def layer_list(text: str) -> list[str]:
@@ -133,7 +131,7 @@ def layer_list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def pin(text: str) -> tuple[str, LayerBits]:
+def pin(text: str) -> "tuple[str, LayerBits]":
     """A layer (or pattern) and its bits, such as layer1.0.conv1=8 or layer1.*=4:8."""
     name, sign, bits = text.rpartition("=")
     value = bits_setting(bits)

@@ -31,21 +31,26 @@ def recipe_of(artifact: Artifact) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def test_data(choice: str | None, artifact: Artifact) -> Batches:
-    """The test set that `--data` names, by default that of the file's recipe."""
+def test_data(choice: str | None, artifact: Artifact) -> tuple[Batches, str]:
+    """The test set that `--data` names, by default that of the file's recipe; and which images these are, in words."""
+    batches, which = _test_data(choice, artifact)
+    return batches, f"{sum(len(y) for _, y in batches):,} images of {which}"
+
+
+def _test_data(choice: str | None, artifact: Artifact) -> tuple[Batches, str]:
     name = choice or recipe_of(artifact)
     if name in TEST_DATA:
-        return TEST_DATA[name]()
+        return TEST_DATA[name](), f"{name}, the test set"
     if choice is None:
         raise ConfigError(
             "the file does not say what it was trained on, or not where that is; pass --data with a recipe's name "
             f"({', '.join(TEST_DATA)}), the folder with CIFAR-10 or an .npz file with arrays x and y"
         )
     if Path(choice).is_dir():
-        return batched(*cifar10_test(Path(choice), device=torch.device("cpu")))
+        return batched(*cifar10_test(Path(choice), device=torch.device("cpu"))), f"CIFAR-10 in {choice}, the test set"
     if not Path(choice).is_file():
         raise ConfigError(f"--data {choice}: neither a recipe ({', '.join(TEST_DATA)}) nor a folder or file")
-    return batched(*_npz_data(Path(choice)))
+    return batched(*_npz_data(Path(choice))), choice
 
 
 def training_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tensor]:

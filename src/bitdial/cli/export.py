@@ -2,50 +2,23 @@
 
 import argparse
 from collections import Counter
-from pathlib import Path
 
 import torch
 
 from bitdial.artifact import read_artifact
-from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, resolve_setting, shape
+from bitdial.cli.arguments import resolve_setting
 from bitdial.cli.data import sample_input
 from bitdial.cli.places import writing
 from bitdial.errors import ConfigError
 from bitdial.export import export_onnx
-from bitdial.export.onnx import OPSETS
 from bitdial.export.transformers import export_pretrained
 from bitdial.live.load import load
 
 TYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
-def export_command(parser: argparse.ArgumentParser) -> None:
-    """The options of `export`."""
-    file_argument(parser)
-    target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--onnx", type=Path, metavar="OUT", help="an ONNX file to write, at one setting")
-    target.add_argument("--hf", type=Path, metavar="OUT", help="a transformers folder to write, with all widths")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="with --hf: the folder of the float model")
-    parser.add_argument(
-        "--bits",
-        type=bits_setting,
-        metavar="B",
-        help=f"{BITS_HELP} (default: the highest width)",
-    )
-    parser.add_argument(
-        "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
-    )
-    parser.add_argument("--dtype", choices=list(TYPES), help="of the inputs (default: float32)")
-    parser.add_argument(
-        "--opset",
-        type=int,
-        choices=OPSETS,
-        help="21 stores 2-bit weights as INT4 (default: 25 where a layer has 2 bits, else 21)",
-    )
-    parser.set_defaults(run=_export)
-
-
-def _export(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """The command `export`."""
     of_onnx = {"--bits": options.bits, "--input": options.input, "--opset": options.opset, "--dtype": options.dtype}
     others = {"--model": options.model} if options.hf is None else of_onnx
     if given := [name for name, value in others.items() if value is not None]:

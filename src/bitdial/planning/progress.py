@@ -12,10 +12,11 @@ def tracked(items: Sequence[Item], label: str, *, show: bool) -> Iterator[Item]:
     """Go through `items`, with a bar if asked for and rich is there."""
     if show and items:
         try:
+            from rich.console import Console
             from rich.progress import track
         except ImportError:
             log.info("rich is not installed, so there is no progress bar; pip install 'bitdial[cli]' brings it")
         else:
-            yield from track(items, description=label)
+            yield from track(items, description=label, console=Console(stderr=True))
             return
     yield from items

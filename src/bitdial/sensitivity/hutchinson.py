@@ -305,9 +305,10 @@ def _bar(show: bool, total: int) -> Iterator[Callable[[int], None]]:
     bar: Any = None
     if show:
         try:
+            from rich.console import Console
             from rich.progress import Progress
 
-            bar = Progress()
+            bar = Progress(console=Console(stderr=True))
         except ImportError:
             log.info("rich is not installed, so there is no progress bar; pip install 'bitdial[cli]' brings it")
     if bar is None:

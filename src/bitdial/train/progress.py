@@ -54,6 +54,7 @@ class BarProgress:
     """A live bar with loss and accuracy per bit-width."""
 
     def __init__(self, epochs: int, total_steps: int):
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.epochs = epochs
@@ -63,6 +64,7 @@ class BarProgress:
             BarColumn(bar_width=20),
             TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[status]}"),
+            console=Console(stderr=True),  # results alone are on stdout
         )
         self._task = self._bar.add_task(f"epoch 1/{epochs}", total=total_steps, status="")
 

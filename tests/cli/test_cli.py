@@ -34,8 +34,7 @@ def test_inspect_shows_layers_sizes_and_digest(file, capsys) -> None:
         assert word in text.replace("\n", " "), word
 
 
-def test_inspect_says_what_norms_cost(file, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_inspect_says_what_norms_cost(file, capsys, tmp_path) -> None:
     mixed = bitdial.add_transitions(bitdial.load_trainable(file), "statistics")
     bitdial.save(mixed, tmp_path / "mixed.safetensors")
     size = sizes(bitdial.read_artifact(tmp_path / "mixed.safetensors"))
@@ -99,8 +98,7 @@ def searched(path, *names: str) -> str:
     return str(path)
 
 
-def test_bits_from_what_search_writes(file, capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
+def test_bits_from_what_search_writes(file, capsys, tmp_path) -> None:
     x, y = torch.rand(40, 1, 8, 8), torch.randint(0, 10, (40,))
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())
     one, two = searched(tmp_path / "one.json", "2.5 bits"), searched(tmp_path / "two.json", "3.0 bits", "2.5 bits")
@@ -110,7 +108,7 @@ def test_bits_from_what_search_writes(file, capsys, tmp_path, monkeypatch) -> No
     text, live = capsys.readouterr().out, bitdial.load(file)
     for setting, name in settings.items():
         bitdial.set_bits(live, SEARCHED[name])
-        row = next(line for line in text.splitlines() if f" {setting} " in line)
+        row = next(line for line in text.splitlines() if line.startswith(f"{setting} "))
         assert f"{100 * bitdial.accuracy(live, [(x, y)]):.2f} %" in row
     assert main(["switch", str(file), "--bits", one, "--data", str(tmp_path / "data.npz")]) == 0
     assert "Accuracy there" in capsys.readouterr().out
@@ -307,7 +305,7 @@ def test_export_writes_an_onnx_file_at_a_setting(file, capsys, tmp_path, monkeyp
             return OnnxExport(path=path, bytes=1, opset=21, weights=dict.fromkeys(bitdial.get_bits(live), plain))
         return bitdial.export_onnx(live, path, sample, **options)
 
-    monkeypatch.setattr(bitdial.cli.export, "export_onnx", export)
+    monkeypatch.setattr("bitdial.cli.export.export_onnx", export)
     mixed = bitdial.BitPlan({"layer1.0.conv1": 2}, default=(4, 8))
     (tmp_path / "mixed.json").write_text(json.dumps(mixed.to_dict()))
     target = tmp_path / "out" / "model.onnx"

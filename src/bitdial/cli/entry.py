@@ -1,0 +1,56 @@
+"""Where the command line begins and ends: usage in two lines, every error explained in one."""
+
+import argparse
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+
+from bitdial.cli.parser import build_parser
+from bitdial.cli.usage import printable
+from bitdial.errors import BitdialError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = build_parser().parse_args(arguments)
+    options.command = shlex.join(["bitdial", *arguments])
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
+    try:
+        _action(options.action)(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (BitdialError, OSError) as problem:
+        print(f"bitdial: {_in_one_line(problem)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stop:
+        goes_on = "; run the same command again to go on from what was saved" if options.action == "train" else ""
+        print(f"bitdial: {str(stop) or f'interrupted{goes_on}'}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _in_one_line(problem: BaseException) -> str:
+    return printable(re.sub(r"\s*\n\s*", " ", str(problem)).strip())
+
+
+def _action(name: str) -> Callable[[argparse.Namespace], None]:
+    """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
+    from bitdial.cli import demo, evaluate, export, inspection, mixed, train
+
+    return {
+        "demo": demo.run,
+        "train": train.run,
+        "eval": evaluate.run_eval,
+        "inspect": inspection.run,
+        "switch": evaluate.run_switch,
+        "export": export.run,
+        "sensitivity": mixed.run_sensitivity,
+        "search": mixed.run_search,
+        "pareto": mixed.run_pareto,
+    }[name]

@@ -1,0 +1,99 @@
+"""The commands and their options. Nothing here imports PyTorch, so that help comes at once."""
+
+import argparse
+from pathlib import Path
+
+from bitdial._version import __version__
+from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
+from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
+from bitdial.cli.train_options import train_options
+from bitdial.cli.usage import Parser
+
+# As in the library, which would take a second to import; tests/cli/test_parser.py compares.
+KERNELS = ("float", "integer", "packed")
+OPSETS = range(21, 26)
+INPUT_TYPES = ("float32", "int64")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; what it parses has the command's name as `action`."""
+    parser = Parser(prog="bitdial", description="Train a network once, ship one integer file, run it at any bit-width.")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say more about what happens")
+    parser.add_argument("--version", action="version", version=f"bitdial {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
+    _demo_options(commands.add_parser("demo", help="the whole path on embedded data, in about a minute"))
+    train_options(commands.add_parser("train", help="run a training recipe; run it again to resume"))
+    _eval_options(commands.add_parser("eval", help="accuracy of an artifact at each width"))
+    _inspect_options(commands.add_parser("inspect", help="what an artifact holds, checked against its digest"))
+    _switch_options(commands.add_parser("switch", help="switch an artifact while it is live; time it, evaluate there"))
+    _export_options(commands.add_parser("export", help="an ONNX file at one setting, or a transformers folder"))
+    sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
+    search_options(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
+    pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
+    return parser
+
+
+def _demo_options(demo: argparse.ArgumentParser) -> None:
+    demo.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results (default: demo-out)")
+    demo.add_argument(
+        "--mixed", action="store_true", help="mixed precision: bits by layer, found for budgets, in about a minute"
+    )
+
+
+def _eval_options(evaluate: argparse.ArgumentParser) -> None:
+    file_argument(evaluate)
+    evaluate.add_argument(
+        "--bits",
+        type=bits_setting,
+        action="append",
+        metavar="B",
+        help=f"{BITS_HELP}; repeat for several (default: every width)",
+    )
+    _live_arguments(evaluate)
+
+
+def _inspect_options(inspect: argparse.ArgumentParser) -> None:
+    file_argument(inspect)
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _switch_options(switch: argparse.ArgumentParser) -> None:
+    file_argument(switch)
+    switch.add_argument("--bits", type=bits_setting, required=True, metavar="B", help=BITS_HELP)
+    _live_arguments(switch)
+
+
+def _live_arguments(command: argparse.ArgumentParser) -> None:
+    """Where and on what a live model runs, and the data that it is tested on."""
+    command.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the model runs (default: cpu)")
+    command.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        help="what the model runs on: float kernels, integer sums, or packed words (default: float; on a GPU integer, "
+        "if all activations are quantised)",
+    )
+    command.add_argument(
+        "--data",
+        metavar="DATA",
+        help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x (float, as in training) "
+        "and y (class numbers) (default: the test set of the recipe that made the file)",
+    )
+
+
+def _export_options(export: argparse.ArgumentParser) -> None:
+    file_argument(export)
+    target = export.add_mutually_exclusive_group(required=True)
+    target.add_argument("--onnx", type=Path, metavar="OUT", help="an ONNX file to write, at one setting")
+    target.add_argument("--hf", type=Path, metavar="OUT", help="a transformers folder to write, with all widths")
+    export.add_argument("--model", type=Path, metavar="DIR", help="with --hf: the folder of the float model")
+    export.add_argument("--bits", type=bits_setting, metavar="B", help=f"{BITS_HELP} (default: the highest width)")
+    export.add_argument(
+        "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
+    )
+    export.add_argument("--dtype", choices=INPUT_TYPES, help="of the inputs (default: float32)")
+    export.add_argument(
+        "--opset",
+        type=int,
+        choices=OPSETS,
+        help="21 stores 2-bit weights as INT4 (default: 25 where a layer has 2 bits, else 21)",
+    )
