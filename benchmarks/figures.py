@@ -1,6 +1,6 @@
 """The figures of the results page: PNG files in docs/figures, from what runs wrote to results/.
 
-    python benchmarks/figures.py                 # needs matplotlib: pip install -e '.[report]'
+    python benchmarks/figures.py                 # needs matplotlib: pip install -e '.[dev]'
     python benchmarks/results_page.py            # links them
 
 Convergence and scale gradients are drawn from results/history-*.json (`bitdial train cifar10-resnet20 --history FILE`),
@@ -23,10 +23,10 @@ import paper_numbers as paper
 import result_rows
 from mixed_results import MODELS
 from paper_numbers import Widths
+from plot_style import GREY, MARKERS, PALETTE, STYLE, WIDTH
 from results_page import RESULTS, ROOT, is_plain, matches
 
 from bitdial.errors import BitdialError, MissingDependencyError
-from bitdial.report.plots import GREY, MARKERS, PALETTE, STYLE, WIDTH, to_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,17 +81,18 @@ def _rank(found: dict[str, Run]) -> tuple[object, ...]:
 
 
 def styled(draw: "Callable[[], Figure]", path: Path) -> None:
-    """Write what `draw` draws in the style of bitdial.report.plots."""
+    """Write what `draw` draws in the style of plot_style."""
     try:
         from matplotlib import style
         from PIL import Image  # comes with matplotlib
     except ImportError as problem:
-        raise MissingDependencyError.missing("report", "matplotlib") from problem
+        raise MissingDependencyError.missing("dev", "matplotlib") from problem
     with style.context(["default", STYLE]):
         figure = draw()
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-    to_png(figure, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=160, metadata={"Software": None})
     with Image.open(path) as image:  # a palette takes a third of the bytes
         small = image.convert("RGB").quantize(256)
     small.save(path, optimize=True)

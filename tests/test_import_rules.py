@@ -309,6 +309,7 @@ NO_MODULE = {
     "kernels/triton/inference/test_compiles.py", "kernels/triton/packed/test_compiles.py",
     "kernels/triton/training/test_compiles.py",
     "live/engines/integer/test_pooled_codes.py", "live/engines/packed/test_on_kernels.py",
+    "report/test_browser.py", "report/test_style.py",  # of page.js and page.css
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bitdial.artifact import Artifact
-from bitdial.cli.data import fitting, held_out_data, sample_input, training_data, was_trained_on
+from bitdial.cli.data import fitting, float_accuracy, held_out_data, sample_input, training_data, was_trained_on
 from bitdial.errors import ConfigError
 from bitdial.recipes.digits import digits_data
 
@@ -132,3 +132,14 @@ def test_a_shape_that_does_not_fit_is() -> None:
         fitting(torch.zeros(1, 3)),
     ):
         torch.zeros(1, 3) @ torch.zeros(4, 1)
+
+
+def test_the_float_accuracy_is_known_only_if_it_is_of_the_held_out_images(cifar: Path) -> None:
+    held = made_by(recipe="digits", holdout=True, float_top1=0.97)
+    assert float_accuracy(None, held) == float_accuracy("digits", held) == 0.97
+    assert float_accuracy(str(cifar), made_by(recipe="cifar10-resnet20", holdout=True, float_top1=0.9)) == 0.9
+    assert float_accuracy("mine.npz", held) is None
+    for other in ({"holdout": False}, {"recipe": "unknown"}, {"float_top1": None}, {"float_top1": 97.0}):
+        assert (
+            float_accuracy(None, made_by(**{"recipe": "digits", "holdout": True, "float_top1": 0.97} | other)) is None
+        )

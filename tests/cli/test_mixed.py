@@ -314,12 +314,3 @@ def test_pareto_explains_wrong_input(
     assert words in capsys.readouterr().err
     assert file.read_bytes() == before
     assert not file.with_suffix(".html").exists()
-
-
-def test_pareto_without_matplotlib_says_so_before_it_works(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("bitdial.cli.mixed.measure_front", lambda *_, **__: pytest.fail("it worked first"))
-    assert main(["pareto", str(file)]) == 1
-    assert "pip install 'bitdial[report]'" in capsys.readouterr().err

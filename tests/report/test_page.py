@@ -1,8 +1,10 @@
 """The page: complete, self-contained, escaped, the same every time, and never half-written."""
 
+import base64
+import hashlib
+import json
 import os
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,18 @@ from torch import nn
 
 from bitdial.artifact import Artifact, read_artifact, save, sizes
 from bitdial.dial.dial import get_bits, set_bits
-from bitdial.errors import BitdialError, ConfigError, MissingDependencyError
+from bitdial.errors import BitdialError, ConfigError
 from bitdial.live.load import load
 from bitdial.models import build_model
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
-from bitdial.report import demo_report, plots, weight_steps, write_report
+from bitdial.report import Samples, demo_report, weight_steps, write_report
+from bitdial.report.charts import accuracy_by_bits, weight_histograms
+from bitdial.report.markup import element, table
+from bitdial.report.page import SCRIPT, details, figure, remarks
 
 BITS = (8, 6, 4, 2)
+SAMPLES = Samples(1000, "test images")
 ROWS = [("Bits", "Accuracy"), ("8 bits", "99.0 %"), ("2 bits", "90.0 %")]
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -57,12 +63,14 @@ class Page(HTMLParser):
 
 
 def page_with(path: Path, **changes: Any) -> Page:
-    figure = plots.accuracy_by_bits(0.9, {8: 0.9, 2: 0.8})
+    chart = accuracy_by_bits(0.9, {8: 0.9, 2: 0.8}, SAMPLES)
     settings: dict[str, Any] = {
         "title": "A run",
-        "summary_rows": ROWS,
-        "figures": [("Accuracy", "How to read it.", figure), ("Again", "The same.", figure)],
-        "notes": ["First.", "Second."],
+        "body": [
+            table("Summary", ROWS),
+            figure("Accuracy", "How to read it.", chart),
+            remarks(["First.", "Second."]),
+        ],
     }
     write_report(path, **settings | changes)
     return read(path)
@@ -95,11 +103,11 @@ def make_demo(path: Path, artifact: Artifact, **changes: Any) -> Page:
     result = {
         "float_top1": 0.975,
         "top1": {"8": 0.98, "6": 0.9749, "4": 0.975, "2": 0.9},
-        "bytes": {"float": 1, "artifact": artifact.file_bytes, "separate": separate},
+        "bytes": {"float": 40_000, "artifact": artifact.file_bytes, "separate": separate},
         "artifact": "/home/someone/demo.safetensors",
     }
     history = changes.pop("history", make_history(list(artifact.layers)))
-    demo_report(path, result | changes, history, artifact, load(artifact), 40_000)
+    demo_report(path, result | changes, history, artifact, load(artifact), SAMPLES)
     return read(path)
 
 
@@ -119,79 +127,71 @@ def read(path: Path) -> Page:
 
 
 def test_page_has_the_structure_that_readers_and_screen_readers_need(tmp_path: Path) -> None:
-    page = page_with(tmp_path / "a.html", lead="Lead.", summary_note="Below.", facts={"Digest": "ab12"})
+    chart = accuracy_by_bits(0.9, {8: 0.9, 2: 0.8}, SAMPLES)
+    body = [table("Summary", ROWS), figure("Accuracy", "How to read it.", chart), details({"Digest": "ab12"})]
+    page = page_with(tmp_path / "a.html", lead="Lead.", body=[*body, remarks(["First.", "Second."])])
     assert page.all("html") == [{"lang": "en"}]
     assert {"charset": "utf-8"} in page.all("meta")
     assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
-    assert page.words["title"] == page.words["h1"] == ["A run"]
-    assert page.words["h2"] == ["Accuracy", "Again", "Details", "Notes"]
-    assert page.words["figcaption"] == ["How to read it.", "The same."]
-    assert page.words["p"] == ["Lead.", "Below."]
-    assert page.words["li"] == ["First.", "Second."]
+    assert page.words["h1"] == ["A run"]
+    assert page.words["title"][0] == "A run"
+    assert page.words["h2"] == ["Accuracy", "Details", "Notes"]
+    assert page.words["figcaption"] == ["How to read it."]
+    assert page.words["p"] == ["Lead.", chart.title]
+    assert page.words["li"][-2:] == ["First.", "Second."]
     assert (page.words["dt"], page.words["dd"]) == (["Digest"], ["ab12"])
-    assert page.words["th"] == ["Bits", "Accuracy", "8 bits", "2 bits"]
-    assert page.words["td"] == ["99.0 %", "90.0 %"]
-    assert [cell["scope"] for cell in page.all("th")] == ["col", "col", "row", "row"]
-    assert len(page.all("caption")) == 1
-    for svg in page.all("svg"):
-        assert svg["role"] == "img"
-        assert svg["aria-label"]
-
-
-def test_ids_are_unique_even_if_a_figure_is_shown_twice(tmp_path: Path) -> None:
-    page = page_with(tmp_path / "a.html")
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert len(ids) > 20
-    assert len(ids) == len(set(ids))
-    text = (tmp_path / "a.html").read_text()
-    used = set(re.findall(r"(?:url\(#|href=\"#|aria-labelledby=\")([^)\"]+)", text))
-    assert used
-    assert used <= set(ids)
+    assert page.words["th"][:4] == ["Bits", "Accuracy", "8 bits", "2 bits"]
+    assert page.words["td"][:2] == ["99.0 %", "90.0 %"]
+    assert [cell["scope"] for cell in page.all("th")][:4] == ["col", "col", "row", "row"]
+    for name in ("table", "caption"):
+        assert len(page.all(name)) == 2  # the summary, and the figure's numbers
+    (plot,) = (svg for svg in page.all("svg") if svg.get("class") == "plot")
+    assert plot["role"] == "group"
+    assert plot["aria-label"] == chart.title
+    assert page.words["title"][1:] == [f"{n}: {a}" for n, a in (
+        ("float", "90.0 %, 95 % interval 88.0 to 91.7 %"), ("8 bits", "90.0 %, 95 % interval 88.0 to 91.7 %"),
+        ("2 bits", "80.0 %, 95 % interval 77.4 to 82.4 %"))]  # fmt: skip
 
 
 def test_parts_that_are_not_given_leave_nothing_behind(tmp_path: Path) -> None:
-    page = page_with(tmp_path / "a.html", summary_rows=[], figures=[], notes=[])
+    page = page_with(tmp_path / "a.html", body=[])
     assert {"table", "figure", "svg", "ul", "dl", "p", "h2"} & {tag for tag, _ in page.tags} == set()
 
 
-def test_page_refers_to_nothing_outside(tmp_path: Path, demo: Path) -> None:
+def test_page_refers_to_nothing_outside_and_only_its_script_may_run(tmp_path: Path, demo: Path) -> None:
     page_with(tmp_path / "a.html")
+    script = SCRIPT.read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     for path in (tmp_path / "a.html", demo):
         text = path.read_text(encoding="utf-8")
-        assert set(re.findall(r"https?://[^\"\s)]*", text)) <= {"http://www.w3.org/2000/svg"}
-        assert not re.search(r"<(script|link|iframe|img|image|object|embed|base)\b|@import|\bsrc=", text)
-        assert all(target.startswith("#") for target in re.findall(r"(?:href=\"|url\()([^\")]*)", text))
-        assert "default-src 'none'" in text
+        assert not re.findall(r"https?://", text)
+        assert not re.search(r"<(link|iframe|img|image|object|embed|base)\b|@import|\bsrc=|url\(|href=", text)
+        assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+        assert f"<script>{script}</script>" in text
+        assert "innerHTML" not in text
+        assert len(text) < 100_000
 
 
 def test_text_is_escaped_everywhere(tmp_path: Path) -> None:
     evil = '</title><script>alert("1")</script>&amp;\'"'
-    figure = plots.weight_histograms({2: [0.0, 1.0]}, layer=evil)
-    page = page_with(
-        tmp_path / "a.html",
-        title=evil,
-        lead=evil,
-        summary_rows=[(evil, evil), (evil, evil)],
-        summary_note=evil,
-        figures=[(evil, evil, figure)],
-        notes=[evil],
-        facts={evil: evil},
-    )
-    assert not page.all("script")
-    for tag in ("title", "h1", "p", "td", "figcaption", "li", "dt", "dd"):
-        assert "".join(page.words[tag]).startswith(evil), tag
-    assert str(page.all("svg")[0]["aria-label"]).startswith(evil)
+    chart = weight_histograms({2: [0.0, 1.0]}, layer=evil, unit=evil)
+    body = [
+        table(evil, [(evil, evil), (evil, evil)]),
+        figure(evil, evil, chart),
+        remarks([evil]),
+        details({evil: evil}),
+    ]
+    page = page_with(tmp_path / "a.html", title=evil, lead=evil, body=[*body, element("p", evil, aria_label=evil)])
+    assert len(page.all("script")) == 1  # the page's own
+    for tag in ("title", "h1", "h2", "p", "th", "td", "caption", "figcaption", "li", "dt", "dd"):
+        assert page.words[tag][0].startswith(evil), tag
+    assert evil in page.words["text"]
+    assert page.all("p")[-1]["aria-label"] == evil
 
 
 def test_text_that_is_not_unicode_does_not_stop_the_page(tmp_path: Path) -> None:
-    page_with(tmp_path / "a.html", title="caf\udce9 é 漢", figures=[])
+    page_with(tmp_path / "a.html", title="caf\udce9 é 漢", body=[])
     assert "é 漢" in (tmp_path / "a.html").read_text(encoding="utf-8")
-
-
-def test_rows_of_different_length_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs 2 cells"):
-        page_with(tmp_path / "a.html", summary_rows=[*ROWS, ("only one",)])
-    assert not (tmp_path / "a.html").exists()
 
 
 def test_same_input_gives_the_same_page(tmp_path: Path, demo: Path, artifact: Artifact) -> None:
@@ -216,51 +216,60 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_folders_are_made_and_a_folder_in_the_way_is_an_error(tmp_path: Path) -> None:
-    page_with(tmp_path / "new" / "deep" / "a.html", figures=[])
+    page_with(tmp_path / "new" / "deep" / "a.html", body=[])
     with pytest.raises(BitdialError, match="cannot write"):
-        page_with(tmp_path / "new", figures=[])
+        page_with(tmp_path / "new", body=[])
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
-
-
-def test_missing_matplotlib_leaves_the_old_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifact: Artifact
-) -> None:
-    path = tmp_path / "a.html"
-    path.write_text("old")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"bitdial\[report\]"):
-        make_demo(path, artifact)
-    assert path.read_text() == "old"
 
 
 # --- the demo's page ----------------------------------------------------------------------------
 
 
-def test_demo_table_has_accuracy_difference_bytes_and_share(demo: Path, artifact: Artifact) -> None:
-    page = read(demo)
-    assert page.words["th"][5:] == ["float", "8 bits", "6 bits", "4 bits", "2 bits"]
-    cells = [page.words["td"][i : i + 4] for i in range(0, 20, 4)]
+def test_demo_table_has_accuracy_interval_difference_bytes_and_share(demo: Path, artifact: Artifact) -> None:
+    text = demo.read_text(encoding="utf-8").partition("<h2>Every setting</h2>")[2].partition("</table>")[0]
+    page = Page(text + "</table></div>")
+    heads = ["Accuracy on 1,000 test images", "95 % interval", "Difference to float", "Bytes as a separate file"]
+    assert page.words["th"][:6] == ["Setting", *heads, "Share of float size"]
+    assert page.words["th"][6:] == ["float", "8 bits", "6 bits", "4 bits", "2 bits"]
+    cells = [page.words["td"][i : i + 5] for i in range(0, 25, 5)]
     separate = sizes(artifact)["separate"]
-    assert cells[0] == ["97.5 %", "–", "40,000 bytes", "100 %"]
-    assert cells[1] == ["98.0 %", "+0.5 points", f"{separate[8]:,} bytes", f"{separate[8] / 400:.0f} %"]
-    assert cells[2][1] == cells[3][1] == "+0.0 points"
-    assert cells[4] == ["90.0 %", "−7.5 points", f"{separate[2]:,} bytes", f"{separate[2] / 400:.0f} %"]
-    assert "40.0 kB" in page.words["text"]  # in the figure of bytes
-    below = page.words["p"][1]
+    assert cells[0] == ["97.5 %", "96.3 to 98.3 %", "–", "40,000", "100 %"]
+    assert cells[1] == ["98.0 %", "96.9 to 98.7 %", "+0.5 points", f"{separate[8]:,}", f"{separate[8] / 400:.0f} %"]
+    assert cells[2][1:3] == ["–", "+0.0 points"]  # 974.9 of 1,000 are no count
+    assert cells[3][2] == "+0.0 points"
+    assert cells[4] == ["90.0 %", "88.0 to 91.7 %", "−7.5 points", f"{separate[2]:,}", f"{separate[2] / 400:.0f} %"]
+    whole = read(demo)
+    assert "40.0 kB" in whole.words["text"]  # in the figure of bytes
+    (below,) = (text for text in whole.words["p"] if text.startswith("One file for all"))
     assert f"{artifact.file_bytes:,} bytes" in below
     assert f"{sum(separate.values()):,} bytes together" in below
 
 
 def test_demo_shows_all_figures_and_the_facts_of_the_file(demo: Path, artifact: Artifact) -> None:
     page = read(demo)
-    assert len(page.all("svg")) == len(page.words["figcaption"]) == 6
+    assert len(page.all("figure")) == len(page.words["figcaption"]) == 6
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
     facts = dict(zip(page.words["dt"], page.words["dd"], strict=True))
     assert facts["Digest"] == artifact.digest
     assert facts["Scheme"] == "double_rounding, ties even"
     assert facts["Quantised layers"].startswith(f"{len(artifact.layers)}, with")
     assert facts["File"] == f"demo.safetensors, {artifact.file_bytes:,} bytes"
-    assert "no float copy" in page.words["li"][0]
+    assert any("no float copy" in text for text in page.words["li"])
     assert "someone" not in demo.read_text(encoding="utf-8")
+
+
+def test_demo_has_a_dial_over_its_widths(demo: Path, artifact: Artifact) -> None:
+    found = re.findall(r'<script type="application/json" id="dial-data">(.*?)</script>', demo.read_text("utf-8"))
+    (data,) = map(json.loads, found)
+    separate = sizes(artifact)["separate"]
+    assert [setting["name"] for setting in data["settings"]] == ["2 bits", "4 bits", "6 bits", "8 bits"]
+    assert data["layers"] == list(artifact.layers)
+    for setting, bits in zip(data["settings"], reversed(BITS), strict=True):
+        assert setting["code"] == f"set_bits(model, {bits})"
+        assert setting["layers"] == [[bits, f"{bits} bits"]] * len(artifact.layers)
+        assert setting["facts"][3:5] == [f"{bits}", f"{separate[bits]:,}"]
+    assert data["settings"][0]["facts"][:3] == ["90.0 %", "88.0 to 91.7 %", "−7.5 points"]
 
 
 def test_demo_leaves_out_gradients_that_the_run_did_not_have(tmp_path: Path, artifact: Artifact) -> None:
@@ -269,14 +278,13 @@ def test_demo_leaves_out_gradients_that_the_run_did_not_have(tmp_path: Path, art
         for entry in entries:
             entry["act"] = [0.0] * len(artifact.layers)
     page = make_demo(tmp_path / "a.html", artifact, history=history)
-    assert len(page.all("svg")) == 5
+    assert len(page.all("figure")) == 5
     assert "Gradients of the activation scales" not in page.words["h2"]
 
 
 def test_demo_of_a_scheme_that_cannot_narrow_says_that_the_file_keeps_float_weights(tmp_path: Path) -> None:
     page = make_demo(tmp_path / "a.html", make_artifact(tmp_path, scheme="lsq"))
-    assert "keeps" in page.words["li"][0]
-    assert "float weights" in page.words["li"][0]
+    assert any("keeps those" in text and "float weights" in text for text in page.words["li"])
     assert not any("integers" in text for text in [page.words["p"][0], *page.words["figcaption"][:-1]])
 
 

@@ -65,8 +65,20 @@ def held_out_data(choice: str | None, artifact: Artifact) -> tuple[Tensor, Tenso
 
 def was_trained_on(choice: str | None, artifact: Artifact) -> bool:
     """Whether the file's recipe trained on what `held_out_data` gives, because it was told to hold nothing out."""
-    own_data = choice is None or choice == "digits" or Path(choice).is_dir()
-    return own_data and recipe_of(artifact) in INPUT_SHAPES and artifact.metrics.get("holdout") is not True
+    return _own_data(choice, artifact) and artifact.metrics.get("holdout") is not True
+
+
+def float_accuracy(choice: str | None, artifact: Artifact) -> float | None:
+    """The float model's accuracy on what `held_out_data` gives, if the file's recipe measured it on these images."""
+    value = artifact.metrics.get("float_top1")
+    measured = _own_data(choice, artifact) and artifact.metrics.get("holdout") is True
+    return value if measured and isinstance(value, float) and 0 <= value <= 1 else None
+
+
+def _own_data(choice: str | None, artifact: Artifact) -> bool:
+    """Whether `choice` is the training set of the recipe that made the file."""
+    own = choice is None or choice == "digits" or Path(choice).is_dir()
+    return own and recipe_of(artifact) in INPUT_SHAPES
 
 
 def _parts_of_training_set(choice: str | None, artifact: Artifact) -> tuple[Split, Split]:

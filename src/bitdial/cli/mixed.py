@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from bitdial.artifact import Artifact, amend, read_artifact
-from bitdial.cli.data import fitting, held_out_data, latency_table, sample_input, training_data, was_trained_on
+from bitdial.cli.data import (
+    fitting,
+    float_accuracy,
+    held_out_data,
+    latency_table,
+    sample_input,
+    training_data,
+    was_trained_on,
+)
 from bitdial.cli.mixed_options import BUDGETS, flag
 from bitdial.cli.places import ARTIFACT, writing
 from bitdial.cli.tables import bits_text, number, percent, show_table
@@ -18,9 +26,10 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
 from bitdial.files.atomic import write_json
 from bitdial.live.load import load, load_trainable
+from bitdial.live.skeleton import built
 from bitdial.planning import Candidate, MeasuredFront, candidates, measure_front, search
 from bitdial.planning.cost import QUANTITIES, Costs, measure_costs
-from bitdial.report import check_comparable, front_report, plots
+from bitdial.report import Known, check_comparable, front_report
 from bitdial.sensitivity.hutchinson import hessian_trace
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import accuracy, batched
@@ -109,7 +118,6 @@ def _find_front(options: argparse.Namespace, page: Path) -> None:
     sensitivity = _stored_sensitivity(options, artifact)
     others = [MeasuredFront.load(path) for path in options.compare]
     check_comparable(options.file.stem, options.cost, others)
-    plots.require_matplotlib()
     x, y = held_out_data(options.data, artifact)
     if was_trained_on(options.data, artifact):
         print(
@@ -139,7 +147,9 @@ def _find_front(options: argparse.Namespace, page: Path) -> None:
     if options.store:
         amend(options.file, plans=_front_plans(artifact, front), metrics={"front": front.summary()})
         print(f"Stored in {options.file}: {', '.join(map(repr, front.plans))}")
-    front_report(page, front, sensitivity, others=others, file=options.file.name)
+    float_bytes = sum(tensor.nbytes for tensor in built(artifact).state_dict().values())
+    known = Known(float_accuracy=float_accuracy(options.data, artifact), float_bytes=float_bytes)
+    front_report(page, front, sensitivity, file=options.file.name, known=known, others=others)
     print(f"Page: {page}")
 
 

@@ -20,14 +20,13 @@ from bitdial.errors import ArtifactError
 from bitdial.files.atomic import check_folder, write_json
 from bitdial.live.load import load
 from bitdial.models import build_model
-from bitdial.planning import MeasuredFront, candidates, compare_fronts, measure_front, require_highspy
+from bitdial.planning import MeasuredFront, candidates, compare_fronts, evaluate_plans, measure_front, require_highspy
 from bitdial.planning.cost import measure_costs
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
 from bitdial.prepare.transitions import add_transitions
 from bitdial.recipes.digits import digits_data, digits_test
-from bitdial.report import front_report
-from bitdial.report.plots import require_matplotlib
+from bitdial.report import Known, Samples, front_report
 from bitdial.sensitivity.hutchinson import hessian_trace
 from bitdial.sensitivity.result import Sensitivity
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
@@ -62,7 +61,6 @@ def run_mixed_demo(
     `epochs` are those of each stage, `points` the budgets of the sweep; `tell` is told what happens next.
     """
     require_highspy()
-    require_matplotlib()
     check_folder("--out", out)
     x, y, x_held, y_held = digits_data(holdout=True)
     data = ArrayData(x, y, batch_size=64, augment=Shift(pixels=1))
@@ -99,10 +97,11 @@ def run_mixed_demo(
     save(models["hasb"], path, plans=front.plans, metrics=metrics, sensitivity=sensitivity)
     live, test = load(path), digits_test()
     _compare_logits(models["hasb"], live, front.plans, test)
-    top1: dict[str, Any] = {"float": accuracy(float_model, test)}
+    known = _known(float_model, front, live, held_out, test)
+    top1: dict[str, Any] = {"float": known.float_tested}
     for sampling, supernet in models.items():
         top1[sampling] = {str(bits): value for bits, value in evaluate(supernet, test, BIT_CHOICES).items()}
-    result = _result(path, fronts, top1, live, test)
+    result = _result(path, fronts, top1, known)
     write_json(out / "mixed.json", result)
     page = out / "mixed.html"
     front_report(
@@ -110,6 +109,7 @@ def run_mixed_demo(
         front,
         sensitivity,
         file=path.name,
+        known=known,
         others=[fronts["random"], fronts["none"]],
         notes=[
             "HASB and random sampling trained equally long from the same start; 'no mixed stage' is that start.",
@@ -138,23 +138,33 @@ def _compare_logits(trained: nn.Module, live: nn.Module, plans: dict[str, BitPla
                 raise ArtifactError(f"at the plan {name!r} the reloaded model differs from the trained one")
 
 
-def _result(
-    path: Path,
-    fronts: dict[str, MeasuredFront],
-    top1: dict[str, Any],
-    live: nn.Module,
-    test: Batches,
-) -> dict[str, Any]:
+def _known(float_model: nn.Module, front: MeasuredFront, live: nn.Module, held_out: Batches, test: Batches) -> Known:
+    """What the page shows beside the front: the float model, and the chosen plans on the test images."""
+    plans = [one.plan for one in (*front.front, *front.uniform)]
+    return Known(
+        float_accuracy=accuracy(float_model, held_out),
+        float_tested=accuracy(float_model, test),
+        float_bytes=sum(tensor.nbytes for tensor in float_model.state_dict().values()),
+        tested=evaluate_plans(live, plans, test, accuracy, progress=False),
+        test=Samples(sum(len(labels) for _, labels in test), "test images"),
+    )
+
+
+def _result(path: Path, fronts: dict[str, MeasuredFront], top1: dict[str, Any], known: Known) -> dict[str, Any]:
     """What the demo found, as JSON values; accuracies from 0 to 1."""
     front = fronts["hasb"]
-    tested = evaluate(live, test, front.within)
     means = compare_fronts(list(fronts.values()))
     return {
         "artifact": path.name,
         "bytes": path.stat().st_size,
         "top1": top1,
         "plans": {
-            name: {"held_out": one.accuracy, "test": tested[name], **one.costs} for name, one in front.within.items()
+            name: {"held_out": one.accuracy, "test": known.tested[one.plan], **one.costs}
+            for name, one in front.within.items()
+        },
+        "front": {
+            str(one.name): {"held_out": one.accuracy, "test": known.tested[one.plan], **one.costs}
+            for one in front.front
         },
         "correlation": front.correlation,
         "mean_held_out": {sampling: means[found.label] for sampling, found in fronts.items()},

@@ -13,8 +13,7 @@ from bitdial.files.atomic import write_json
 from bitdial.live.engines.exact import code_exact
 from bitdial.live.load import load
 from bitdial.recipes import RECIPES, RecipeOptions, RecipeOutcome
-from bitdial.report import demo_report
-from bitdial.report.plots import require_matplotlib
+from bitdial.report import Samples, demo_report
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ def run_demo(out: Path, *, epochs: int | None = None, progress: bool = True) -> 
 
     `epochs`, of the float and of the joint training each, are the recipe's unless said.
     """
-    require_matplotlib()
     outcome = RECIPES["digits"](RecipeOptions(out=out, name="demo", epochs=epochs, progress=progress, replace=True))
     artifact = read_artifact(outcome.artifact)
     live = load(artifact)
@@ -52,7 +50,8 @@ def run_demo(out: Path, *, epochs: int | None = None, progress: bool = True) -> 
     }
     write_json(out / "demo.json", result)
     page = out / "demo.html"
-    demo_report(page, result, outcome.history.to_dict(), artifact, live, float_bytes)
+    tested_on = Samples(sum(len(labels) for _, labels in outcome.test), "test images")
+    demo_report(page, result, outcome.history.to_dict(), artifact, live, tested_on)
     return DemoOutcome(result, page, identical, agreement)
 
 

@@ -4,7 +4,8 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from xml.etree.ElementTree import Element
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,13 @@ from bitdial.artifact import Artifact
 from bitdial.dial.dial import unwrap
 from bitdial.errors import ConfigError
 from bitdial.live.layers import LiveLayer
-from bitdial.report import plots
-from bitdial.report.page import write_report
+from bitdial.report import charts
+from bitdial.report.dial import FloatModel, Setting, dial
+from bitdial.report.markup import element, table
+from bitdial.report.numbers import Samples, by_bits, difference, format_bytes, interval_text, percent, width_name
+from bitdial.report.page import details, figure, remarks, write_report
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+BYTES, SHARE, DIFFERENCE, BITS = "Bytes as a separate file", "Share of float size", "Difference to float", "Weight bits"
 
 
 def demo_report(
@@ -28,28 +31,35 @@ def demo_report(
     history: Mapping[str, Any],
     artifact: Artifact,
     live: nn.Module,
-    float_bytes: int,
+    samples: Samples,
 ) -> None:
     """Write the demo's page to `path`.
 
-    `result` has `float_top1`, `top1` by width, `bytes` (`artifact`, and `separate` by width) and `artifact`, the file's
-    name; `history` is History.to_dict(), `live` what `load` gives, `float_bytes` the size of the float model.
+    `result` has `float_top1`, `top1` by width, both measured on `samples`, `bytes` (`float`, `artifact`, and `separate`
+    by width) and `artifact`, the file's name; `history` is History.to_dict(), `live` what `load` gives.
     """
-    name = Path(result["artifact"]).name
-    size = {**result["bytes"], "float": float_bytes}
-    separate = plots.by_bits(size["separate"])
-    one, many = size["artifact"], sum(separate.values())
+    name, size = Path(result["artifact"]).name, result["bytes"]
+    one, many = size["artifact"], sum(size["separate"].values())
+    note = (
+        f"One file for all bit-widths: {one:,} bytes. A separate file for each: {many:,} bytes together. "
+        f"The one file takes {100 * one / many:.0f} % of that."
+    )
+    settings = _settings(result, artifact)
+    whole = {DIFFERENCE: "–", BITS: "32", BYTES: f"{size['float']:,}", SHARE: "100 %"}
     write_report(
         path,
         title="bitdial demo: one file, every bit-width",
-        lead=f"A network trained once and stored once, in {name} ({plots.format_bytes(one)}). "
+        lead=f"A network trained once and stored once, in {name} ({format_bytes(one)}). "
         f"The same file runs at {_listed(artifact.bit_choices)} bits.",
-        summary_rows=_summary(result, separate, float_bytes),
-        summary_note=f"One file for all bit-widths: {one:,} bytes. A separate file for each: {many:,} bytes together. "
-        f"The one file takes {100 * one / many:.0f} % of that.",
-        figures=_demo_figures(result, history, artifact, live, size),
-        facts=_artifact_facts(name, artifact),
-        notes=_demo_notes(artifact),
+        body=[
+            dial(settings, samples, FloatModel(result["float_top1"], whole), chosen=len(settings) // 2),
+            element("h2", "Every setting"),
+            table("Every setting", _summary(result, samples)),
+            element("p", note),
+            *_figures(result, history, artifact, live, samples),
+            details(_artifact_facts(name, artifact)),
+            remarks(_notes(artifact, samples)),
+        ],
     )
 
 
@@ -58,66 +68,88 @@ def _listed(values: Sequence[object]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _summary(result: Mapping[str, Any], separate: dict[int, int], float_bytes: int) -> list[tuple[str, ...]]:
-    level = result["float_top1"]
-    rows: list[tuple[str, ...]] = [
-        ("Bit-width", "Accuracy", "Difference to float", "Size as a separate file", "Share of float size"),
-        ("float", f"{100 * level:.1f} %", "–", f"{float_bytes:,} bytes", "100 %"),
+def _facts(result: Mapping[str, Any], bits: int) -> dict[str, str]:
+    size = by_bits(result["bytes"]["separate"])[bits]
+    return {
+        DIFFERENCE: difference(by_bits(result["top1"])[bits], result["float_top1"]),
+        BITS: f"{bits}",
+        BYTES: f"{size:,}",
+        SHARE: f"{100 * size / result['bytes']['float']:.0f} %",
+    }
+
+
+def _settings(result: Mapping[str, Any], artifact: Artifact) -> list[Setting]:
+    """The widths, from the lowest."""
+    return [
+        Setting(
+            name=width_name(bits),
+            short=width_name(bits),
+            code=f"set_bits(model, {bits})",
+            bits=dict.fromkeys(artifact.layers, (bits, bits)),
+            accuracy=top1,
+            facts=_facts(result, bits),
+        )
+        for bits, top1 in reversed(by_bits(result["top1"]).items())
     ]
-    for bits, top1 in plots.by_bits(result["top1"]).items():
-        # Adding 0.0 makes a zero of a minus zero.
-        difference = f"{round(100 * (top1 - level), 1) + 0.0:+.1f} points".replace("-", "−")
-        share = f"{100 * separate[bits] / float_bytes:.0f} %"
-        rows.append((f"{bits} bits", f"{100 * top1:.1f} %", difference, f"{separate[bits]:,} bytes", share))
+
+
+def _summary(result: Mapping[str, Any], samples: Samples) -> list[tuple[str, ...]]:
+    level = result["float_top1"]
+    rows: list[tuple[str, ...]] = [("Setting", f"Accuracy on {samples}", "95 % interval", DIFFERENCE, BYTES, SHARE)]
+    rows.append(
+        ("float", percent(level), interval_text(samples.interval(level)), "–", f"{result['bytes']['float']:,}", "100 %")
+    )
+    for bits, top1 in by_bits(result["top1"]).items():
+        facts = _facts(result, bits)
+        interval = interval_text(samples.interval(top1))
+        rows.append((width_name(bits), percent(top1), interval, facts[DIFFERENCE], facts[BYTES], facts[SHARE]))
     return rows
 
 
-def _demo_figures(
-    result: Mapping[str, Any],
-    history: Mapping[str, Any],
-    artifact: Artifact,
-    live: nn.Module,
-    size: Mapping[str, Any],
-) -> "list[tuple[str, str, Figure]]":
+def _figures(
+    result: Mapping[str, Any], history: Mapping[str, Any], artifact: Artifact, live: nn.Module, samples: Samples
+) -> list[Element]:
     accuracy = (
         "Each mark is the accuracy of the file at one bit-width; the dashed line is the float model that the training "
-        "began from. It goes on from there, so a mark can lie above the line. The axis does not begin at 0."
+        "began from. It goes on from there, so a mark can lie above the line. Bars are what the number of test samples "
+        "leaves open. The axis does not begin at 0."
     )
     training = (
         "Accuracy after each epoch, a line for each bit-width. All of them train in the same run, on the same weights: "
         "each batch passes through every bit-width in turn."
     )
     bytes_ = (
-        "The coloured bar lays the separate files end to end, a colour and number for each bit-width. A separate file "
+        "The coloured bar lays the separate files end to end, a colour for each bit-width. A separate file "
         "counts its packed integers, scales, norms and float layers; the one file also counts its header and manifest."
     )
+    by_width = charts.accuracy_by_bits(result["float_top1"], result["top1"], samples)
     return [
-        ("Accuracy by bit-width", accuracy, plots.accuracy_by_bits(result["float_top1"], result["top1"])),
-        ("Training", training, plots.convergence(history)),
-        *_gradient_figures(history),
-        _weight_figure(artifact, live),
-        ("Bytes", bytes_, plots.sizes_by_bits(size)),
+        figure("Accuracy by bit-width", accuracy, by_width),
+        figure("Training", training, charts.convergence(history, samples)),
+        *_gradients(history),
+        _weights(artifact, live),
+        figure("Bytes", bytes_, charts.sizes_by_bits(result["bytes"])),
     ]
 
 
-def _gradient_figures(history: Mapping[str, Any]) -> "list[tuple[str, str, Figure]]":
+def _gradients(history: Mapping[str, Any]) -> list[Element]:
     """The figures of the scales' gradients, for those kinds of scale that the run learned."""
     caption = (
         "The largest gradient of each layer's {} scales at sampled steps of the run. A box holds the middle half of "
-        "the samples, with a line at the median; whiskers end at the last sample within one and a half box heights; "
-        "outliers are hidden. The logarithmic axis is the same in every panel. The adaptive learning rate of the "
-        "scales (ALRS) is there to even out such differences between bit-widths."
+        "the samples, with a line at the median; whiskers end at the last sample within one and a half box lengths; "
+        "outliers are hidden. The adaptive learning rate of the scales (ALRS) is there to even out such differences "
+        "between bit-widths."
     )
     figures = []
     for which, name in (("weight", "weight"), ("act", "activation")):
         samples = [sample[which] for entries in history["gradients"].values() for sample in entries]
         if any(value > 0 for sample in samples for value in sample):
-            figure = plots.scale_gradients(history, which)
-            figures.append((f"Gradients of the {name} scales", caption.format(name), figure))
+            chart = charts.scale_gradients(history, which)
+            figures.append(figure(f"Gradients of the {name} scales", caption.format(name), chart))
     return figures
 
 
-def _weight_figure(artifact: Artifact, live: nn.Module) -> "tuple[str, str, Figure]":
+def _weights(artifact: Artifact, live: nn.Module) -> Element:
     high, scheme = artifact.bit_choices[0], bf.scheme_of(artifact.scheme)
     name = max(artifact.layers, key=lambda layer: math.prod(artifact.layers[layer]["shape"]))
     caption = (
@@ -130,8 +162,7 @@ def _weight_figure(artifact: Artifact, live: nn.Module) -> "tuple[str, str, Figu
     if artifact.scheme == "double_rounding" and artifact.manifest["ties"] == "even" and below:
         caption += f" At {below} bits every other value is rarer, because what lies half-way goes to the even integer."
     values = {bits: weight_steps(live, name, bits) for bits in artifact.bit_choices}
-    figure = plots.weight_histograms(values, layer=name, unit=f"weight ({high}-bit steps)")
-    return "Weights", caption, figure
+    return figure("Weights", caption, charts.weight_histograms(values, layer=name, unit=f"weight ({high}-bit steps)"))
 
 
 def weight_steps(live: nn.Module, name: str, bits: int) -> npt.NDArray[np.float64]:
@@ -163,12 +194,13 @@ def _artifact_facts(name: str, artifact: Artifact) -> dict[str, str]:
     }
 
 
-def _demo_notes(artifact: Artifact) -> list[str]:
+def _notes(artifact: Artifact, samples: Samples) -> list[str]:
     if bf.scheme_of(artifact.scheme).narrows:
         kept = f"The file keeps the {artifact.bit_choices[0]}-bit integers of the quantised layers and no float copy."
     else:
         kept = f"The scheme {artifact.scheme} rounds each bit-width from float weights, so the file keeps those."
     return [
         kept,
-        "Accuracies are of one run. Another seed moves them; differences of a few test samples mean little.",
+        f"Accuracies are of one run on {samples}: one of them is {100 / samples.count:.2g} points. Another seed moves "
+        "them too, which the intervals do not show.",
     ]

@@ -1,21 +1,22 @@
-"""The page of a front of plans: sensitivities, bits by layer, and a front whose points can be chosen."""
+"""The page of a front of plans: a dial over them, the front, sensitivities, and bits by layer."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from xml.etree.ElementTree import Element
 
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
 from bitdial.planning import MeasuredFront, MeasuredPlan, compare_fronts
-from bitdial.report import plots
-from bitdial.report.page import table_html, text_html, write_report
+from bitdial.report import charts
+from bitdial.report.charts.mixed import PlanPoint, Series
+from bitdial.report.dial import FloatModel, Setting, bits_table, dial
+from bitdial.report.markup import element, table
+from bitdial.report.numbers import Samples, counted, difference, interval_text, percent, width_name
+from bitdial.report.page import figure, remarks, write_report
 from bitdial.sensitivity.result import Sensitivity
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SCRIPT = Path(__file__).with_name("front.js")
 COSTS = {
     "average_bits": "Average weight bits",
     "layer_average_bits": "Average over layers",
@@ -24,6 +25,22 @@ COSTS = {
     "activation_bytes": "Activation bytes",
     "latency": "Latency",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known beside a front.
+
+    float_accuracy  of the float model on the front's own samples; `float_tested` on `test`
+    float_bytes     the float model's size
+    tested          accuracy by plan on `test`, samples that chose nothing
+    """
+
+    float_accuracy: float | None = None
+    float_tested: float | None = None
+    float_bytes: int | None = None
+    tested: Mapping[BitPlan, float] = field(default_factory=dict)
+    test: Samples | None = None
 
 
 def check_comparable(label: str, quantity: str, others: Sequence[MeasuredFront]) -> None:
@@ -45,32 +62,58 @@ def front_report(
     sensitivity: Sensitivity,
     *,
     file: str,
+    known: Known = Known(),  # noqa: B008 - it is frozen
     others: Sequence[MeasuredFront] = (),
     notes: Sequence[str] = (),
 ) -> None:
     """Write the page of `front`, found for the artifact named `file`, to `path`; `others` are drawn beside it."""
     check_comparable(front.label, front.quantity, others)
-    spearman = front.correlation["spearman"]
-    points = f"{100 / front.samples:.2g}"
+    samples = _samples(front)
+    plans = _plans(front)
+    settings = [_setting(one, name, list(sensitivity.layers), known) for name, one in plans]
     write_report(
         path,
         title=f"{file}: plans by layer",
-        lead=f"Of {plots.counted(len(front.candidates), 'plan')}, measured on {front.samples:,} held-out samples, "
+        lead=f"Of {counted(len(front.candidates), 'plan')}, measured on {samples}, "
         f"{len(front.front)} are beaten by no other in accuracy and {_axis(front.quantity)}. One file holds them.",
-        section=_interactive(front, list(sensitivity.layers)),
-        script=SCRIPT.read_text(encoding="utf-8"),
-        summary_rows=_summary(front),
-        summary_note=""
-        if spearman is None
-        else f"Predicted loss orders {len(front.predictions[0])} plans with a "
-        f"rank correlation of {spearman:.2f} to measured accuracy; −1 would be perfect.".replace("-", "−"),
-        figures=_figures(front, sensitivity, others),
-        notes=[
-            f"Accuracies are of one run on {front.samples:,} samples: one of them is {points} points.",
-            "The front was chosen by these samples, so its accuracies are a little optimistic. Test a plan on others.",
-            *notes,
+        body=[
+            dial(settings, samples, _float_model(known), chosen=len(settings) // 2),
+            figure(
+                "The front",
+                "Each filled mark is a plan of the front, each small dot another candidate; open marks are the "
+                "settings of one bit-width. Choose a mark to turn the dial there. Bars are what the number of samples "
+                "leaves open. The axis does not begin at 0.",
+                _front_chart(front, plans),
+            ),
+            element("h2", "Every setting"),
+            table("Every setting", _summary(plans, known, samples)),
+            bits_table(settings),
+            *_correlation(front),
+            *_figures(front, sensitivity, others),
+            remarks(
+                [
+                    f"Accuracies are of one run on {samples}: one of them is {100 / front.samples:.2g} points.",
+                    "The front was chosen by these samples, so its accuracies are a little optimistic. "
+                    + (f"Those on {known.test} chose nothing." if known.test else "Test a plan on others."),
+                    *notes,
+                ]
+            ),
         ],
     )
+
+
+def _samples(front: MeasuredFront) -> Samples:
+    return Samples(front.samples, "held-out samples")
+
+
+def _float_model(known: Known) -> FloatModel | None:
+    """The column of the float model, if something is known of it."""
+    facts = {} if known.float_bytes is None else {COSTS["bytes"]: f"{known.float_bytes:,}"}
+    if known.float_tested is not None:
+        facts[f"Accuracy on {known.test}"] = percent(known.float_tested)
+    if known.float_accuracy is None and not facts:
+        return None
+    return FloatModel(known.float_accuracy, {**facts, COSTS["average_bits"]: "32", COSTS["layer_average_bits"]: "32"})
 
 
 def _axis(quantity: str) -> str:
@@ -81,108 +124,111 @@ def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
 def _width(one: MeasuredPlan) -> int:
     """The width of a uniform plan."""
     return next(iter(one.plan.values()))[0]
 
 
-def _summary(front: MeasuredFront) -> list[tuple[str, ...]]:
-    quantities = [q for q in COSTS if q in front.candidates[0].costs and q != "layer_average_bits"]
-    points = [(str(one.name), one) for one in front.front]
-    points += [(f"{_width(one)} bits everywhere", one) for one in front.uniform]
-    rows = [("Plan", "Accuracy", *(COSTS[q] for q in quantities))]
-    rows += [(name, _percent(one.accuracy), *(_shown(one.costs[q]) for q in quantities)) for name, one in points]
+def _plans(front: MeasuredFront) -> list[tuple[str, MeasuredPlan]]:
+    """The settings of the page by rising cost, each once: the plans of the front and the uniform ones."""
+    uniform = {one.plan: f"{width_name(_width(one))} everywhere" for one in front.uniform}
+    found = {one.plan: (str(one.name), one) for one in front.front}
+    for one in front.uniform:
+        if one.plan not in found:
+            found[one.plan] = uniform[one.plan], one
+    named = [
+        (f"{name} ({uniform[plan]})" if plan in uniform and name != uniform[plan] else name, one)
+        for plan, (name, one) in found.items()
+    ]
+    return sorted(named, key=lambda pair: (pair[1].costs[front.quantity], pair[1].accuracy))
+
+
+def _setting(one: MeasuredPlan, name: str, layers: list[str], known: Known) -> Setting:
+    facts = (
+        {} if known.float_accuracy is None else {"Difference to float": difference(one.accuracy, known.float_accuracy)}
+    )
+    if known.test is not None:
+        facts[f"Accuracy on {known.test}"] = percent(known.tested[one.plan]) if one.plan in known.tested else "–"
+    facts |= {text: _shown(one.costs[quantity]) for quantity, text in COSTS.items() if quantity in one.costs}
+    return Setting(
+        name=name,
+        short=f"{one.costs['average_bits']:.3g}",
+        code=f"set_bits(model, {_width(one) if one.name is None else json.dumps(one.name)})",
+        bits={layer: one.plan[layer] for layer in layers},
+        accuracy=one.accuracy,
+        facts=facts,
+    )
+
+
+def _summary(plans: list[tuple[str, MeasuredPlan]], known: Known, samples: Samples) -> list[tuple[str, ...]]:
+    quantities = [q for q in COSTS if q in plans[0][1].costs and q != "layer_average_bits"]
+    test = () if known.test is None else (f"Accuracy on {known.test}", "95 % interval")
+    rows: list[tuple[str, ...]] = [
+        ("Setting", f"Accuracy on {samples}", "95 % interval", *test, *(COSTS[q] for q in quantities))
+    ]
+    for name, one in plans:
+        cells = [percent(one.accuracy), interval_text(samples.interval(one.accuracy))]
+        if known.test is not None:
+            found = known.tested.get(one.plan)
+            cells += ["–", "–"] if found is None else [percent(found), interval_text(known.test.interval(found))]
+        rows.append((name, *cells, *(_shown(one.costs[q]) for q in quantities)))
     return rows
 
 
-def _interactive(front: MeasuredFront, layers: list[str]) -> str:
-    """The front as a figure, a list to choose from, and what is shown of a choice; as tables where no script runs."""
-    plans = front.front
-    figure = plots.pareto_fronts(
-        {front.label: _points(plans, front.quantity)},
-        candidates={front.label: _points(front.candidates, front.quantity)},
-        uniform={_width(one): (one.costs[front.quantity], one.accuracy) for one in front.uniform},
-        cost=COSTS[front.quantity],
-    )
-    data = {
-        "plans": [_choice(one, layers) for one in plans],
-        "layers": layers,
-        "most": max(bits for one in plans for bits, _ in one.plan.values()),
-        "colours": plots.PALETTE,
-        "chosen": len(plans) // 2,
+def _front_chart(front: MeasuredFront, plans: list[tuple[str, MeasuredPlan]]) -> charts.Chart:
+    places = {one.plan: place for place, (_, one) in enumerate(plans)}
+    names = {one.plan: name for name, one in plans}
+    uniform = {
+        _width(one): PlanPoint(one.costs[front.quantity], one.accuracy, names[one.plan], places[one.plan])
+        for one in front.uniform
+        if one.plan not in {other.plan for other in front.front}
     }
-    table = [("Layer", *(str(one.name) for one in plans))]
-    table += [(layer, *(_bits(one, layer) for one in plans)) for layer in layers]
-    text = json.dumps(data).replace("<", "\\u003c")  # so that no text can end the element
-    return (
-        '<section aria-labelledby="front">\n<h2 id="front">Choose a plan</h2>\n'
-        f'<figure><div class="wide">{plots.to_svg(figure, prefix="front-")}</div>\n<figcaption>'
-        + text_html(
-            "Each large mark is a plan of the front, each small dot another candidate; open marks are the settings of "
-            "one bit-width."
-        )
-        + '</figcaption></figure>\n<div id="front-choice" hidden>\n'
-        "<p>Choose a mark, or a plan from the list, to see what it is made of.</p>\n"
-        '<p><label>Plan <select id="front-list"></select></label></p>\n'
-        '<div class="choice" aria-live="polite"><div><dl id="front-facts"></dl>'
-        '<p><code id="front-code"></code></p></div><ul id="front-bars"></ul></div>\n</div>\n'
-        f"<details><summary>Bits of every plan as a table</summary>{table_html('Bits by layer', table)}</details>\n"
-        f'<script type="application/json" id="front-data">{text}</script>\n</section>'
+    return charts.pareto_fronts([_series(front, places)], uniform=uniform, cost=COSTS[front.quantity])
+
+
+def _series(front: MeasuredFront, places: Mapping[BitPlan, int]) -> Series:
+    """`places` are those of plans on the dial."""
+    chosen: list[PlanPoint] = []
+    others: list[PlanPoint] = []
+    for one in front.candidates:
+        name = one.name or f"another plan of {one.costs['average_bits']:.3g} bits"
+        point = PlanPoint(one.costs[front.quantity], one.accuracy, name, places.get(one.plan))
+        (others if one.name is None else chosen).append(point)
+    return Series(front.label, chosen, others, samples=_samples(front))
+
+
+def _correlation(front: MeasuredFront) -> list[Element]:
+    spearman = front.correlation["spearman"]
+    if spearman is None:
+        return []
+    text = (
+        f"Predicted loss orders {len(front.predictions[0])} plans with a rank correlation of {spearman:.2f} to "
+        "measured accuracy; −1 would be perfect."
     )
+    return [element("p", text.replace("-", "−"))]
 
 
-def _points(plans: Sequence[MeasuredPlan], quantity: str) -> list[tuple[float, float]]:
-    return [(one.costs[quantity], one.accuracy) for one in plans]
-
-
-def _choice(one: MeasuredPlan, layers: list[str]) -> dict[str, Any]:
-    facts = [("Accuracy", _percent(one.accuracy))]
-    facts += [(text, _shown(one.costs[quantity])) for quantity, text in COSTS.items() if quantity in one.costs]
-    facts += [] if one.predicted_loss is None else [("Predicted loss", f"{one.predicted_loss:.4g}")]
-    size = plots.format_bytes(one.costs["bytes"])
-    return {
-        "title": f"{one.name}: {_percent(one.accuracy)}, {size}",
-        "facts": facts,
-        "code": f"set_bits(model, {json.dumps(one.name)})",
-        "layers": [(one.plan[layer][0], f"{_bits(one, layer)} bits") for layer in layers],
-    }
-
-
-def _bits(one: MeasuredPlan, layer: str) -> str:
-    weights, activations = one.plan[layer]
-    return f"{weights}" if weights == activations else f"{weights}:{activations}"
-
-
-def _figures(
-    front: MeasuredFront, sensitivity: Sensitivity, others: Sequence[MeasuredFront]
-) -> "list[tuple[str, str, Figure]]":
+def _figures(front: MeasuredFront, sensitivity: Sensitivity, others: Sequence[MeasuredFront]) -> list[Element]:
     layers = sensitivity.to_dict()["layers"]
     losses, accuracies = front.predictions
     figures = [_comparison(front, others)] if others else []
     if mixed := _some_mixed(front):
         plans = {str(one.name): {layer: one.plan[layer] for layer in layers} for one in mixed}
         caption = (
-            "Bars are the weight bits that a plan gives each layer; the line is the layer's Hessian trace per weight, "
-            "its sensitivity. Size counts too: bits for a small layer are cheap."
+            "Bars are the weight bits that a plan gives each layer; the mark on them is the layer's Hessian trace per "
+            "weight, its sensitivity. Size counts too: bits for a small layer are cheap."
         )
-        figures.append(("Bits by layer over the Hessian trace", caption, plots.bits_over_traces(layers, plans)))
+        figures.append(figure("Bits by layer over the Hessian trace", caption, charts.bits_over_traces(layers, plans)))
     trace = (
         f"The trace of the loss's Hessian in each layer's weights, on {sensitivity.images:,} training samples; bars "
         "are the standard error of the estimate. The search weighs quantization error by the trace per weight."
     )
     dots = "Each dot is a candidate. The search ranks plans by the loss on the left-right axis, before any is run."
+    predicted = charts.predicted_and_measured(losses, accuracies, front.correlation["spearman"])
     return [
         *figures,
-        ("Hessian trace by layer", trace, plots.sensitivity_by_layer(layers)),
-        (
-            "Predicted and measured",
-            dots,
-            plots.predicted_and_measured(losses, accuracies, front.correlation["spearman"]),
-        ),
+        figure("Hessian trace by layer", trace, charts.sensitivity_by_layer(layers)),
+        figure("Predicted and measured", dots, predicted),
     ]
 
 
@@ -193,8 +239,7 @@ def _some_mixed(front: MeasuredFront, most: int = 3) -> list[MeasuredPlan]:
     return [mixed[int(len(mixed) * (2 * part + 1) / (2 * count))] for part in range(count)]
 
 
-def _comparison(front: MeasuredFront, others: Sequence[MeasuredFront]) -> "tuple[str, str, Figure]":
-    fronts = {one.label: _points(one.front, one.quantity) for one in (front, *others)}
+def _comparison(front: MeasuredFront, others: Sequence[MeasuredFront]) -> Element:
     means = compare_fronts([front, *others])
     texts = [f"{label} {100 * value:.2f} %" for label, value in means.items()]
     caption = (
@@ -203,13 +248,10 @@ def _comparison(front: MeasuredFront, others: Sequence[MeasuredFront]) -> "tuple
         if texts
         else "Large marks are the front of each, small dots its other candidates. They share no budget."
     )
-    figure = plots.pareto_fronts(
-        fronts,
-        candidates={one.label: _points(one.candidates, one.quantity) for one in (front, *others)},
-        cost=COSTS[front.quantity],
-        title=_comparison_title(means),
+    chart = charts.pareto_fronts(
+        [_series(one, {}) for one in (front, *others)], cost=COSTS[front.quantity], title=_comparison_title(means)
     )
-    return "Fronts compared", caption, figure
+    return figure("Fronts compared", caption, chart)
 
 
 def _comparison_title(means: Mapping[str, float]) -> str:

@@ -1,0 +1,22 @@
+"""Figures of pages: plain data in, a `Chart` out: a sentence, an SVG drawing and the same numbers as a table.
+
+Where data are by width, the keys are numbers or the text that JSON makes of them.
+"""
+
+from bitdial.report.charts.mixed import bits_over_traces, pareto_fronts, predicted_and_measured, sensitivity_by_layer
+from bitdial.report.charts.plot import Chart
+from bitdial.report.charts.training import convergence, scale_gradients
+from bitdial.report.charts.widths import accuracy_by_bits, sizes_by_bits, weight_histograms
+
+__all__ = [
+    "Chart",
+    "accuracy_by_bits",
+    "bits_over_traces",
+    "convergence",
+    "pareto_fronts",
+    "predicted_and_measured",
+    "scale_gradients",
+    "sensitivity_by_layer",
+    "sizes_by_bits",
+    "weight_histograms",
+]
