@@ -27,6 +27,7 @@ from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.dataflow import find_flow
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
+from bitdial.prepare.replaceable import check_replaceable
 from bitdial.prepare.treatment import Treatment, check_weight, check_weights, decide, without_float_owners
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         )
     norms = {n: m for n, m in model.named_modules() if type(m) in NORMS} if config.switch_norms else {}
     flow = find_flow(model, chosen, norms, batches[0])
+    check_replaceable(model, chosen | {name: norms[name] for name in flow.leaders}, batches[0])
 
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in _quantized_layers(chosen, inputs, treatments, config).items():
