@@ -52,10 +52,11 @@ def current() -> str:
 
 def _made_by(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    widths = ", ".join(map(str, record["bit_choices"]))
     passed = sum(row["trained_equals_live"] is True for row in record["rows"])
     return (
         f"{len(record['rows'])} models, {passed} of them through training, file and live model, bit for bit. "
-        f"Repeat it by `{record['command']}`, seed {record['seed']}, widths {', '.join(map(str, record['bit_choices']))}, "
+        f"Repeat it by `{record['command']}`, seed {record['seed']}, widths {widths}, "
         f"{record['device']}; {versions}.\n"
     )
 
