@@ -33,6 +33,7 @@ from bitdial.prepare.float_layers import MOST_NAMED, find_float_layers, unknown_
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import find_norms, warn_of_kept
+from bitdial.prepare.replaceable import check_replaceable
 from bitdial.prepare.treatment import (
     Treatment,
     check_weight,
@@ -91,6 +92,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     if config.keep_first_last:
         _say_ends(ends)
     flow = find_flow(model, chosen, norms.switch, batches[0])
+    check_replaceable(model, chosen | {name: norms.switch[name] for name in flow.leaders}, batches[0])
     norms.keep_unconnected(flow.leaders)
     warn_of_kept(norms)
 
