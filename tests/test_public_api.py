@@ -41,6 +41,7 @@ PUBLIC = [
     "export_pretrained",
     "get_bits",
     "hessian_trace",
+    "joint_trainer",
     "load",
     "load_checkpoint",
     "load_pretrained",

@@ -2,10 +2,12 @@
 
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, CONV_TRANSPOSE2D, EMBEDDING, LINEAR, LayerKind
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
+from bitdial.nn.single_width import count_pass
 
 UNKNOWN = ""
 
@@ -20,6 +22,7 @@ class QuantLayer(nn.Module):
 
     kind: ClassVar[LayerKind]
     fed_by: str | None = UNKNOWN
+    unset_passes: int | None = None  # see `bitdial.nn.single_width`
 
     weight: Tensor
     bias: Any  # a tensor or None; PyTorch has different types for it
@@ -45,7 +48,7 @@ class QuantLayer(nn.Module):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Change the selected widths of this layer."""
-        self.weight_bits, self.act_bits = weight_bits, act_bits
+        self.weight_bits, self.act_bits, self.unset_passes = weight_bits, act_bits, None
 
     def active_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """The learned weight scale and activation scale of the selected widths, where there are such."""
@@ -62,6 +65,8 @@ class QuantLayer(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """Quantise the weight at the selected width, then dequantise it; in the layer's own order."""
+        if not torch.compiler.is_compiling():
+            count_pass(self)
         return self.kind.from_rows(self, self.weight_quantizer(self.weight_rows(), self.weight_bits))
 
     def forward(self, input: Tensor) -> Tensor:

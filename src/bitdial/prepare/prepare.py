@@ -21,6 +21,7 @@ from bitdial.nn import (
     WeightQuantizer,
     kind_of,
 )
+from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
@@ -76,6 +77,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     for name, leader in flow.leaders.items():
         new[norms[name]] = SwitchableBatchNorm(norms[name], bit_choices=config.bit_choices, follows=leader)
     swap_modules(model, new)
+    watch_width(model)
     return model
 
 

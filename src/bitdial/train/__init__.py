@@ -10,6 +10,7 @@ from bitdial.train.loop import train
 from bitdial.train.step_report import StepReport
 from bitdial.train.steps import JointStep
 from bitdial.train.tensorboard import TensorBoard
+from bitdial.train.transformers_trainer import joint_trainer
 
 __all__ = [
     "ArrayData",
@@ -26,6 +27,7 @@ __all__ = [
     "accuracy",
     "batched",
     "evaluate",
+    "joint_trainer",
     "load_checkpoint",
     "recalibrate_norms",
     "save_checkpoint",
