@@ -16,11 +16,16 @@ PUBLIC = [
     "Artifact",
     "BitPlan",
     "BitdialError",
+    "Callback",
+    "CsvLog",
+    "EarlyStopping",
+    "Ema",
     "JointStep",
     "QuantConfig",
     "Rule",
     "Sensitivity",
     "Shift",
+    "TensorBoard",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -36,6 +41,7 @@ PUBLIC = [
     "export_pretrained",
     "get_bits",
     "hessian_trace",
+    "joint_trainer",
     "load",
     "load_checkpoint",
     "load_pretrained",
@@ -57,7 +63,18 @@ PUBLIC = [
 ]
 PACKAGE = Path(bitdial.__file__).parent
 HERE = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}  # other processes test this tree too
-OPTIONAL = ("rich", "matplotlib", "sklearn", "triton", "highspy", "onnx", "onnxscript", "onnxruntime", "transformers")
+OPTIONAL = (
+    "rich",
+    "matplotlib",
+    "sklearn",
+    "triton",
+    "highspy",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "transformers",
+    "tensorboard",
+)
 
 
 def test_the_public_names() -> None:

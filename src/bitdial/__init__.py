@@ -36,7 +36,21 @@ if _typing.TYPE_CHECKING:
     from bitdial.prepare.transitions import add_transitions
     from bitdial.sensitivity.hutchinson import hessian_trace
     from bitdial.sensitivity.result import Sensitivity
-    from bitdial.train import ArrayData, JointStep, Shift, TrainConfig, load_checkpoint, save_checkpoint, train
+    from bitdial.train import (
+        ArrayData,
+        Callback,
+        CsvLog,
+        EarlyStopping,
+        Ema,
+        JointStep,
+        Shift,
+        TensorBoard,
+        TrainConfig,
+        joint_trainer,
+        load_checkpoint,
+        save_checkpoint,
+        train,
+    )
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
 
 __all__ = [
@@ -44,11 +58,16 @@ __all__ = [
     "Artifact",
     "BitPlan",
     "BitdialError",
+    "Callback",
+    "CsvLog",
+    "EarlyStopping",
+    "Ema",
     "JointStep",
     "QuantConfig",
     "Rule",
     "Sensitivity",
     "Shift",
+    "TensorBoard",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -64,6 +83,7 @@ __all__ = [
     "export_pretrained",
     "get_bits",
     "hessian_trace",
+    "joint_trainer",
     "load",
     "load_checkpoint",
     "load_pretrained",
@@ -107,7 +127,8 @@ _load_when_asked(
         "bitdial.prepare.transitions": "add_transitions",
         "bitdial.sensitivity.hutchinson": "hessian_trace",
         "bitdial.sensitivity.result": "Sensitivity",
-        "bitdial.train": "ArrayData JointStep Shift TrainConfig load_checkpoint save_checkpoint train",
+        "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TrainConfig "
+        "joint_trainer load_checkpoint save_checkpoint train",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
     },
 )

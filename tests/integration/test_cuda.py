@@ -118,7 +118,7 @@ def test_resume_on_the_gpu_goes_on_where_it_stopped(tmp_path) -> None:
     x, y = torch.randn(64, 3, 16, 16, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
     model = bitdial.build_model("cifar_resnet", blocks=1, width=8).cuda()
     data = bitdial.ArrayData(x, y, batch_size=16)
-    config = bitdial.TrainConfig(epochs=2, lr=1e-3)
+    config = bitdial.TrainConfig(epochs=2, lr=1e-3, autocast=None)
     first = bitdial.JointStep(bitdial.prepare(model, bitdial.QuantConfig(), x), config, steps_per_epoch=4)
     for batch in list(data.batches(0))[:3]:
         first(batch.inputs, batch.targets)
@@ -178,7 +178,7 @@ def test_progressive_distillation_in_a_graph_is_that_of_eager_steps(monkeypatch:
     start = bitdial.prepare(bitdial.build_model("cifar_resnet", blocks=1, width=8).cuda(), bitdial.QuantConfig(), x)
     losses: list[list[float]] = []
     for graph in (False, True):
-        config = bitdial.TrainConfig(epochs=4, lr=1e-4, distill="progressive", cuda_graph=graph)
+        config = bitdial.TrainConfig(epochs=4, lr=1e-4, distill="progressive", cuda_graph=graph, autocast=None)
         step = bitdial.JointStep(copy.deepcopy(start), config, steps_per_epoch=4, samples=24)
         losses.append([])
         for epoch in range(4):
@@ -194,7 +194,10 @@ def test_labels_of_no_class_do_not_end_the_process() -> None:
     """cross_entropy would fail by an assertion on the device, after which nothing runs there."""
     x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).cuda()
-    prepared, config = bitdial.prepare(model, bitdial.QuantConfig(), x), bitdial.TrainConfig(epochs=3, lr=1e-3)
+    prepared, config = (
+        bitdial.prepare(model, bitdial.QuantConfig(), x),
+        bitdial.TrainConfig(epochs=3, lr=1e-3, autocast=None),
+    )
     bitdial.train(copy.deepcopy(prepared), bitdial.ArrayData(x, y, batch_size=8), config, progress=False)
     y[5] = 16
     for data in (bitdial.ArrayData(x, y, batch_size=8), [(x, y)]):
@@ -210,7 +213,7 @@ def test_a_model_without_a_convolution_is_recorded() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4))).cuda()
     x, y = torch.randn(32, 16, device="cuda"), torch.randint(0, 16, (32,), device="cuda")
     step = bitdial.JointStep(
-        bitdial.prepare(model, bitdial.QuantConfig(), x), bitdial.TrainConfig(lr=1e-3), steps_per_epoch=9
+        bitdial.prepare(model, bitdial.QuantConfig(), x), bitdial.TrainConfig(lr=1e-3, autocast=None), steps_per_epoch=9
     )
     losses = [float(step(x, y).loss[2]) for _ in range(9)]
     assert step.graphs._recorded

@@ -1,5 +1,6 @@
 """Checkpoints: a run that was stopped, killed or refused its disk ends bit for bit like one that never was."""
 
+import dataclasses
 import errno
 import json
 import logging
@@ -373,6 +374,27 @@ def test_terminated_in_order(script: Path, undisturbed: dict[str, Tensor], tmp_p
     assert 6 <= step < 20
     assert [p.name for p in checkpoint.parent.iterdir()] == ["c"]
     assert_same(state_of(runpy.run_path(str(script))["run"](checkpoint)), undisturbed)
+
+
+def test_a_checkpoint_from_before_there_were_callbacks_and_parts(
+    tmp_path: Path, make_model: MakeModel, make_data: MakeData, stop_after: StopAfter
+) -> None:
+    """Files lack what came later: accumulate, steps_per_epoch, states of callbacks; autocast was None by default."""
+    stopping, stopped = stop_after
+    config, path, whole = TrainConfig(epochs=EPOCHS, checkpoint_every=1), tmp_path / "c", make_model()
+    train(whole, make_data(), config, progress=False)
+    with pytest.raises(stopped):
+        train(make_model(), stopping(make_data(), 4), config, checkpoint=path, progress=False)
+    tensors, manifest, _ = read_container(path, error=CheckpointError)
+    assert manifest["config"]["autocast"] is None  # what 'auto' came to
+    del manifest["config"]["accumulate"], manifest["config"]["steps_per_epoch"]
+    del manifest["extra"]["callbacks"], manifest["extra"]["history"]["ended"]
+    write_container(path, tensors, manifest, error=CheckpointError)
+    with pytest.raises(CheckpointError, match="accumulate: 1 then, 2 now"):
+        train(make_model(), make_data(), dataclasses.replace(config, accumulate=2), checkpoint=path, progress=False)
+    model = make_model(seed=1)
+    train(model, make_data(), config, checkpoint=path, progress=False)
+    assert_same(state_of(model), state_of(whole))
 
 
 class TerminatingData:

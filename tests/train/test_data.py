@@ -1,6 +1,8 @@
 """Training data: its order and augmentation are functions of (seed, epoch, sample), whatever the batch or rank."""
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from bitdial.errors import ConfigError
-from bitdial.train.data import ArrayData, LoaderData, Sample, Shift
+from bitdial.errors import ConfigError, TrainingError
+from bitdial.train import TrainConfig, train
+from bitdial.train.data import ArrayData, LoaderData, Sample, Shift, as_training_data
 
 
 def numbered(count: int, **settings: Any) -> ArrayData:
@@ -254,3 +257,76 @@ def test_data_without_a_length() -> None:
 def test_a_batch_of_another_shape(batch: Any) -> None:
     with pytest.raises(ConfigError, match=r"\(inputs, targets\).*got " + type(batch).__name__):
         list(LoaderData([batch]).batches(0))
+
+
+# --- data without a length ------------------------------------------------------------------------
+
+
+class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
+    """`count` numbered samples, without a length."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.tensor([float(i)]), torch.tensor(i)) for i in range(self.count))
+
+
+def numbers_of(data: Any, epoch: int, start: int = 0) -> list[int]:
+    return [int(sample.targets[0]) for sample in data.batches(epoch, start=start)]
+
+
+def test_epochs_of_a_stream_go_on_where_the_last_one_ended() -> None:
+    for loader in (DataLoader(Numbers(5), batch_size=1), [(torch.tensor([i]), torch.tensor([i])) for i in range(5)]):
+        data = as_training_data(loader, 3)
+        assert (len(data), data.resumable) == (3, False)
+        assert [numbers_of(data, epoch) for epoch in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+        for epoch, start, expected in ((2, 1, [2, 3]), (1, 0, [3, 4, 0]), (3, 2, [1])):
+            assert numbers_of(as_training_data(loader, 3), epoch, start) == expected  # of a run that resumes there
+            assert numbers_of(data, epoch, start) == expected
+
+
+def test_data_whose_length_is_not_known_or_not_wanted() -> None:
+    with pytest.raises(ConfigError, match=r"needs a length .* TrainConfig\(steps_per_epoch=1000\) says it"):
+        as_training_data(DataLoader(Numbers(5)), None)
+    with pytest.raises(ConfigError, match="steps_per_epoch=3: ArrayData has a length of its own"):
+        as_training_data(ArrayData(torch.zeros(4, 1), torch.zeros(4), batch_size=2), 3)
+    with pytest.raises(ConfigError, match="steps_per_epoch=0"):
+        TrainConfig(steps_per_epoch=0)
+
+
+def test_a_generator_has_to_last() -> None:
+    def pairs() -> Iterator[Any]:
+        return ((torch.tensor([i]), torch.tensor([i])) for i in range(4))
+
+    data = as_training_data(pairs(), 2)
+    assert [numbers_of(data, 0), numbers_of(data, 1)] == [[0, 1], [2, 3]]
+    with pytest.raises(TrainingError, match="the data ended after 4 batches, and gave none when it was begun again"):
+        numbers_of(data, 2)
+    with pytest.raises(TrainingError, match="ended after 0 batches"):
+        numbers_of(as_training_data(DataLoader(Numbers(0)), 1), 0)
+
+
+def test_a_stream_trains_and_resumes(make_model: Any, make_data: Any, tmp_path: Path) -> None:
+    """As the same batches in a list do."""
+    batches = [(b.inputs, b.targets) for b in make_data(samples=40, batch_size=8).batches(0)]
+
+    class Stream:
+        def __init__(self, fail_at: int = 100):
+            self.fail_at = fail_at
+
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(batches):
+                if number == self.fail_at:
+                    raise OSError("gone")
+                yield batch
+
+    config = TrainConfig(epochs=2, steps_per_epoch=4, checkpoint_every=1, distill="in_place")
+    whole, listed, model = make_model(), make_model(), make_model()
+    train(whole, Stream(), config, progress=False)
+    train(listed, [*batches, *batches[:3]], dataclasses.replace(config, epochs=1, steps_per_epoch=None), progress=False)
+    with pytest.raises(OSError, match="gone"):
+        train(model, Stream(fail_at=2), config, checkpoint=tmp_path / "c", progress=False)
+    train(model, Stream(), config, checkpoint=tmp_path / "c", progress=False)
+    for other in (model, listed):
+        assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), other.parameters(), strict=True))

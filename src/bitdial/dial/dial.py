@@ -209,8 +209,12 @@ def get_bits(model: nn.Module) -> BitPlan:
 def at_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> Iterator[nn.Module]:
     """Run a block with `model` set to `bits`, then put its former setting back."""
     before = get_bits(model)
+    layers: list[Any] = list(dialled_layers(model).values())
+    unset = {layer: layer.unset_passes for layer in layers if getattr(layer, "unset_passes", None) is not None}
     set_bits(model, bits)
     try:
         yield model
     finally:
         set_bits(model, before)
+        for layer, passes in unset.items():  # for a while is not a choice
+            layer.unset_passes = passes

@@ -27,6 +27,7 @@ from bitdial.live.skeleton import built, copy_of
 from bitdial.live.trainable import trainable_layers
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
+from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,9 @@ def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | N
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
     skeleton = built(artifact) if model is None else copy_of(model)
-    return _assemble(artifact, skeleton, trainable_layers, bits=artifact.bit_choices[0])
+    trainable = _assemble(artifact, skeleton, trainable_layers, bits=artifact.bit_choices[0])
+    watch_width(trainable)
+    return trainable
 
 
 def _assemble(

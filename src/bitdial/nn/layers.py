@@ -18,6 +18,7 @@ from bitdial.nn.layer_kinds import (
 )
 from bitdial.nn.quantizers import ActivationQuantizer, WeightQuantizer
 from bitdial.nn.recurrent import RecurrentWeight
+from bitdial.nn.single_width import count_pass
 from bitdial.nn.stand_in import stand_in
 
 UNKNOWN = ""
@@ -34,6 +35,7 @@ class QuantLayer(nn.Module):
     kind: ClassVar[LayerKind]
     name: str = UNKNOWN
     fed_by: str | None = UNKNOWN
+    unset_passes: int | None = None  # see `bitdial.nn.single_width`
 
     weight: Tensor
     bias: Any  # a tensor or None; PyTorch has different types for it
@@ -64,7 +66,7 @@ class QuantLayer(nn.Module):
 
     def select_bits(self, weight_bits: int, act_bits: int) -> None:
         """Change the selected widths of this layer."""
-        self.weight_bits, self.act_bits = weight_bits, act_bits
+        self.weight_bits, self.act_bits, self.unset_passes = weight_bits, act_bits, None
 
     def active_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """The learned weight scale and activation scale of the selected widths, where there are such."""
@@ -81,6 +83,8 @@ class QuantLayer(nn.Module):
 
     def quantized_weight(self) -> Tensor:
         """Quantise the weight at the selected width, then dequantise it; in the layer's own order."""
+        if not torch.compiler.is_compiling():
+            count_pass(self)
         return self.kind.from_rows(self, self.weight_quantizer(self.weight_rows(), self.weight_bits))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from bitdial.nn import (
     kind_of,
 )
 from bitdial.nn.decompose import decompose
+from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
@@ -104,6 +105,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         norm = norms.switch[name]
         new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=leader)
     swap_modules(model, new)
+    watch_width(model)
     return model
 
 

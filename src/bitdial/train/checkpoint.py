@@ -25,11 +25,22 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 VERSION = 1
 _OPERATIONAL = ("checkpoint_every", "cuda_graph", "fused")  # settings that do not change what is trained
+_BEFORE = {"accumulate": 1, "steps_per_epoch": None}  # what a file means that was written before there were these
 
 
 def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any] | None = None) -> None:
     """Write the state of `step`, with `extra` (JSON values) beside it. Every rank calls; rank 0 writes."""
+    write_checkpoint(path, step, extra or {}, {})
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any], beside: dict[str, Tensor]
+) -> None:
+    """As `save_checkpoint`, with the tensors `beside` too."""
     tensors = state_tensors(unwrap(step.model), _optimizers(step), step=step.step)
+    tensors |= {f"beside.{name}": value for name, value in beside.items()}
+    if step.own is not None:
+        tensors |= {f"own.{name}": value for name, value in step.own.tensors().items()}
     step.distiller.share()
     tensors |= {f"distiller.{name}": value for name, value in step.distiller.tensors().items()}
     tensors |= {f"floor.{i}": value for i, value in enumerate(step.guard.floors)}
@@ -43,7 +54,8 @@ def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[s
             "config": step.config.to_dict(),
             "layers": _layers(step),
             "python_random": python_random(),
-            "extra": extra or {},
+            "extra": extra,
+            **({} if step.own is None else {"own_optimizer": step.own.values()}),
         }
         write_container(path, tensors, manifest, error=CheckpointError)
     distributed.barrier()
@@ -54,6 +66,11 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
 
     Everything is checked before anything changes.
     """
+    return read_checkpoint(path, step)[0]
+
+
+def read_checkpoint(path: str | os.PathLike[str], step: JointStep) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As `load_checkpoint`; returns the tensors beside it too."""
     path = Path(path)
     tensors, manifest, _ = read_container(path, error=CheckpointError)
     if manifest.get("kind") != "checkpoint" or manifest.get("version") != VERSION:
@@ -63,8 +80,13 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
         saved = SavedState(tensors, manifest["python_random"], unwrap(step.model), _optimizers(step))
         floors = [like(tensors[f"floor.{i}"], f) for i, f in enumerate(step.guard.floors)]
         targets = _distiller_state(tensors, step)
+        if ("own_optimizer" in manifest) != (step.own is not None):
+            raise CheckpointError("it was written with another optimizer of the weights; use the same")
+        load_own = step.own.load(under(tensors, "own."), manifest["own_optimizer"]) if step.own is not None else None
         number, epoch, extra = int(manifest["step"]), int(manifest["epoch"]), dict(manifest["extra"])
     saved.restore()
+    if load_own is not None:
+        load_own()
     step.distiller.load(targets, epoch)
     step.guard.floors = floors
     step.graphs.clear()
@@ -72,7 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str], step: JointStep) -> dict[str, 
         step.slots.rebind()
     step.loss_sum.zero_()
     step.step = number
-    return extra
+    return extra, under(tensors, "beside.")
 
 
 def sole_user(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -120,7 +142,7 @@ def _layers(step: JointStep) -> dict[str, list[Any]]:
 
 def _compare_run(manifest: dict[str, Any], step: JointStep) -> None:
     for what, saved, now in (
-        ("settings", manifest["config"], step.config.to_dict()),
+        ("settings", {**_BEFORE, **manifest["config"]}, step.config.to_dict()),
         ("data, processes or sensitivity", manifest["run"], _run(step)),
         ("layers", manifest["layers"], _layers(step)),
     ):
@@ -142,7 +164,7 @@ def _optimizers(step: JointStep) -> dict[str, torch.optim.Optimizer]:
     named = {f"scales{bits}": o for bits, o in scales.items()} if step.config.scale_state == "per_bits" else {}
     if step.config.scale_state == "shared" and scales:
         named = {"scales": scales[step.bit_choices[0]]}
-    return {"weights": step.weight_optimizer, **named}
+    return named if step.own is not None else {"weights": step.weight_optimizer, **named}
 
 
 def _distiller_state(tensors: dict[str, Tensor], step: JointStep) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
 from bitdial.config import Config, check_choice
 from bitdial.errors import ConfigError
 from bitdial.train.alrs import READINGS as ALRS_READINGS
@@ -33,7 +36,11 @@ class TrainConfig(Config):
     scale_step      how a scale moves: 'relative' to its size, or 'absolute' as the paper has it; see
                     `bitdial.train.guard`
     clip_norm       largest norm of the weights' gradient
-    autocast        None or 'bfloat16'; the quantizers compute their codes in float32
+    accumulate      parts in which a batch goes through the model; the gradients add up before an update, as with the
+                    whole batch at once, except that batch norms see the parts
+    steps_per_epoch batches that make an epoch, for data without a length; each epoch goes on where the last one ended
+    autocast        'auto' (bfloat16 on a GPU that has it, for a float32 model), 'bfloat16', or None (float32); the
+                    quantizers compute their codes in float32
     distill         'none', 'progressive' (the highest width's prediction for the sample in the epoch before), 'teacher'
                     (a frozen float model), 'in_place' (the highest width teaches the others within the step) or
                     'cascade' (the same, and a frozen float model teaches the highest width)
@@ -62,7 +69,9 @@ class TrainConfig(Config):
     schedule: str = "cosine"
     warmup_steps: int = 0
     clip_norm: float | None = None
-    autocast: str | None = None
+    accumulate: int = 1
+    steps_per_epoch: int | None = None
+    autocast: str | None = "auto"
     distill: str = "none"
     distill_weight: float = 0.7
     temperature: float = 1.0
@@ -86,16 +95,20 @@ class TrainConfig(Config):
         for name in ("learn_scales", "cuda_graph", "fused"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        check_choice("autocast", self.autocast, (None, "bfloat16"))
+        check_choice("autocast", self.autocast, ("auto", "bfloat16", None))
         for name, least in (
             ("epochs", 1),
             ("warmup_steps", 0),
             ("sigma_warmup", 0),
             ("seed", 0),
+            ("accumulate", 1),
+            ("steps_per_epoch", 1),
             ("checkpoint_every", 1),
         ):
             value = getattr(self, name)
-            if not (type(value) is int and value >= least) and not (value is None and name == "checkpoint_every"):
+            if value is None and name in ("checkpoint_every", "steps_per_epoch"):
+                continue
+            if not (type(value) is int and value >= least):
                 raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}")
         for name in ("lr", "temperature", "clip_norm", "scale_lr"):
             value = getattr(self, name)
@@ -111,6 +124,16 @@ class TrainConfig(Config):
                 "update='accumulated' takes one step for all widths, so there is no rate or state per "
                 "width: set alrs='off' and scale_state='shared'"
             )
+
+
+def choose_autocast(setting: str | None, model: nn.Module) -> str | None:
+    """What `autocast='auto'` means for `model`: bfloat16 if it is of float32 on a GPU that has it, else None."""
+    if setting != "auto":
+        return setting
+    device = next(model.parameters()).device
+    if device.type != "cuda" or any(p.dtype != torch.float32 for p in model.parameters()):
+        return None
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else None
 
 
 def _is_number(value: object) -> bool:

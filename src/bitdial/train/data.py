@@ -1,14 +1,15 @@
 """Data in memory whose order and augmentation are functions of (seed, epoch, index): resumable at any batch."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bitdial.errors import ConfigError
+from bitdial.errors import ConfigError, TrainingError
 from bitdial.prepare.model_call import Batch
 
 
@@ -141,26 +142,92 @@ class LoaderData:
     resumable = False
 
     def __init__(self, loader: Iterable[Any]):
-        if not hasattr(loader, "__len__"):
-            raise ConfigError("the training data needs a length (batches an epoch) for the learning-rate schedule")
+        try:
+            self.length = len(loader)  # type: ignore[arg-type]
+        except TypeError as problem:  # also of a DataLoader over an IterableDataset
+            raise ConfigError(
+                "the training data needs a length (batches an epoch) for the learning-rate schedule; for data without "
+                "one, TrainConfig(steps_per_epoch=1000) says it"
+            ) from problem
         self.loader = loader
-        dataset = getattr(loader, "dataset", None)
-        self.samples: int | None = len(dataset) if hasattr(dataset, "__len__") else None  # type: ignore[arg-type]
+        self.samples = _samples(loader)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return self.length
 
     def batches(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Sample]:
         """The batches of `epoch` from number `start` on, by running over those before it."""
-        sampler = getattr(self.loader, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        _set_epoch(self.loader, epoch)
         for number, batch in enumerate(self.loader):
-            if number < start:
-                continue
-            if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-                raise ConfigError(
-                    "a training batch must be (inputs, targets) or (inputs, targets, index), got "
-                    f"{type(batch).__name__}"
+            if number >= start:
+                yield _sample(batch)
+
+
+class StreamData:
+    """A user's own iterable, in epochs of `steps` batches: each goes on where the one before ended.
+
+    When the iterable ends, it is begun again. One that can be gone through only once, a generator, has to last for the
+    whole run. To resume, it runs over all batches before.
+    """
+
+    resumable = False
+
+    def __init__(self, loader: Iterable[Any], steps: int):
+        self.loader, self.steps = loader, steps
+        self.samples = _samples(loader)
+        self._given = 0  # batches of the whole run, so far
+        self._stream = self._endless()
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def batches(self, epoch: int, *, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[Sample]:
+        """The batches of `epoch` from number `start` on, by running over those of the run before it."""
+        if self._given > epoch * self.steps + start:
+            self._given, self._stream = 0, self._endless()
+        while self._given < (epoch + 1) * self.steps:
+            batch = next(self._stream)
+            self._given += 1
+            if self._given > epoch * self.steps + start:
+                yield _sample(batch)
+
+    def _endless(self) -> Iterator[Any]:
+        for times in itertools.count():
+            _set_epoch(self.loader, times)
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield batch
+            if empty:
+                raise TrainingError(
+                    f"the data ended after {self._given} batches, and gave none when it was begun again; give an "
+                    "iterable that can be gone through more than once, or fewer epochs or steps_per_epoch"
                 )
-            yield Sample(*batch)
+
+
+def as_training_data(data: Any, steps_per_epoch: int | None) -> TrainingData:
+    """`data` as `train` iterates over it, in epochs of `steps_per_epoch` if that is given."""
+    if hasattr(data, "batches"):
+        if steps_per_epoch is not None:
+            raise ConfigError(f"steps_per_epoch={steps_per_epoch}: {type(data).__name__} has a length of its own")
+        return cast(TrainingData, data)
+    return LoaderData(data) if steps_per_epoch is None else StreamData(data, steps_per_epoch)
+
+
+def _samples(loader: Any) -> int | None:
+    dataset: Any = getattr(loader, "dataset", None)
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
+
+
+def _sample(batch: Any) -> Sample:
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        raise ConfigError(
+            f"a training batch must be (inputs, targets) or (inputs, targets, index), got {type(batch).__name__}"
+        )
+    return Sample(*batch)

@@ -73,7 +73,7 @@ class Distiller:
             )
         self.teacher = teacher.eval().requires_grad_(False) if teacher is not None else None
         self.samples, self.output = samples or 0, output
-        self._targets: Tensor | None = None
+        self._targets: list[Tensor | None] = [None]  # by part of the batch
         # Logits (samples, classes) in float32: of the epoch before, and of this one. NaN: not seen.
         self.previous: Tensor | None = None
         self.current: Tensor | None = None
@@ -101,23 +101,28 @@ class Distiller:
             raise TrainingError(f"a sample index lies outside 0..{self.samples - 1}")
         return index.to(device, torch.int64)
 
-    def begin(self, inputs: Batch) -> None:
-        """Prepare the targets of a new batch."""
-        self._targets = None
-        if self.teacher is not None:
-            with torch.no_grad():
-                targets = call(self.teacher, inputs)
-            if not isinstance(targets, Tensor) or callable(self.output):  # a teacher may return its logits as they are
-                targets = selected(targets, self.output)
-            if not isinstance(targets, Tensor):
-                raise TrainingError(
-                    f"distillation needs a teacher that returns one tensor of logits, got {type(targets).__name__}; "
-                    "say which part: output='logits'"
-                )
-            self._targets = targets
+    def begin(self, *parts: Batch) -> None:
+        """Prepare the targets of a new batch, given as a whole or in parts."""
+        self._targets = [None if self.teacher is None else self._taught(inputs) for inputs in parts]
 
-    def loss(self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None, axis: int = -1) -> Tensor:
-        """The loss of one width, whose classes lie along `axis`.
+    def _taught(self, inputs: Batch) -> Tensor:
+        """The teacher's logits."""
+        assert self.teacher is not None
+        with torch.no_grad():
+            targets = call(self.teacher, inputs)
+        if not isinstance(targets, Tensor) or callable(self.output):  # a teacher may return its logits as they are
+            targets = selected(targets, self.output)
+        if not isinstance(targets, Tensor):
+            raise TrainingError(
+                f"distillation needs a teacher that returns one tensor of logits, got {type(targets).__name__}; "
+                "say which part: output='logits'"
+            )
+        return targets
+
+    def loss(
+        self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None, axis: int = -1, part: int = 0
+    ) -> Tensor:
+        """The loss of one width on one part of the batch, whose classes lie along `axis`.
 
         `index` (batch,) names the samples for progressive self-distillation.
         """
@@ -129,9 +134,9 @@ class Distiller:
             )
         if self.kind == "progressive":
             return self._progressive(hard, logits, highest, index)
-        targets = self._targets
+        targets = self._targets[part]
         if self.kind in ("in_place", "cascade") and highest:
-            self._targets = logits.detach()  # for the other widths
+            self._targets[part] = logits.detach()  # for the other widths
         if targets is None:
             return hard
         if targets.shape != logits.shape:

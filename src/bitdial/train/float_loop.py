@@ -15,10 +15,10 @@ from bitdial.train import ArrayData, StepReport
 from bitdial.train.checkpoint import differences
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
-from bitdial.train.loop import stopped, until_terminated
 from bitdial.train.optimizers import make_optimizer
 from bitdial.train.progress import make_progress
 from bitdial.train.state import SavedState, checking, python_random, state_tensors
+from bitdial.train.stopping import until_stopped
 
 FLOAT_BITS = 32
 SAVE_EVERY = 10  # seconds, at the end of an epoch; epochs of small networks take less than writing to a slow disk
@@ -41,7 +41,7 @@ def train_float(
 
     On a GPU the step runs through fused kernels and as a CUDA graph, as in joint training. With `checkpoint`, the
     trained weights are kept there; if the file is there already, they are taken from it. Until then the run saves
-    itself beside it every few epochs and on SIGTERM, and goes on from what it finds there.
+    itself beside it every few epochs, on SIGTERM and Ctrl-C, and goes on from what it finds there.
     """
     settings = {
         "epochs": epochs,
@@ -94,7 +94,7 @@ def train_float(
 
     model.train()
     due = time.monotonic() + SAVE_EVERY
-    with make_progress(progress, epochs, total) as view, until_terminated() as stop:
+    with make_progress(progress, epochs, total) as view, until_stopped() as stop:
         for epoch in range(number // len(data), epochs):
             for batch in data.batches(epoch, start=number % len(data)):
                 rate = lr * 0.5 * (1 + math.cos(math.pi * number / total))
@@ -112,7 +112,7 @@ def train_float(
             if not bool(torch.isfinite(last)):
                 raise TrainingError(f"float training, step {number}: the loss is not finite; lower the learning rate")
             if stop.is_set():
-                raise stopped(number, save())
+                raise stop.problem(number, save())
             if number == total or time.monotonic() >= due:
                 save()
                 due = time.monotonic() + SAVE_EVERY

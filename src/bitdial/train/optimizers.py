@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitdial.nn import QuantLayer
+
 
 def make_optimizer(
     kind: str, parameters: list[nn.Parameter], *, lr: float, weight_decay: float = 0.0
@@ -31,3 +33,18 @@ def step_at(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
         else:
             group["lr"] = lr
     optimizer.step()
+
+
+def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of the quantizers, and all others; each parameter once, in the model's order."""
+    scales = [
+        parameter
+        for module in model.modules()
+        if isinstance(module, QuantLayer)
+        for quantizer in (module.weight_quantizer, module.act_quantizer)
+        if quantizer is not None
+        for parameter in quantizer.parameters()
+    ]
+    scales = list(dict.fromkeys(scales))
+    mine = set(scales)
+    return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]

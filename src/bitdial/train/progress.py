@@ -5,7 +5,7 @@ import time
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from bitdial.train.steps import StepReport
+from bitdial.train.step_report import StepReport
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ for epoch in range(90):
     step.end_epoch()
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -22,18 +22,21 @@ from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import QuantLayer
 from bitdial.prepare.model_call import Batch, call
-from bitdial.prepare.model_output import Output, known_class_axis, selected
+from bitdial.prepare.model_output import Output, selected
 from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 from bitdial.train import distributed
+from bitdial.train.accumulate import Part, split_batch
 from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
-from bitdial.train.config import TrainConfig
+from bitdial.train.config import TrainConfig, choose_autocast
 from bitdial.train.distill import Distiller, class_axis_to_distill
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
 from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
-from bitdial.train.optimizers import make_optimizer, step_at
+from bitdial.train.optimizers import make_optimizer, split_parameters, step_at
+from bitdial.train.own_optimizer import OptimizerFactory, OwnOptimizer
+from bitdial.train.step_report import StepReport, gradient_peaks
 
 log = logging.getLogger(__name__)
 
@@ -42,24 +45,12 @@ CHECK_EVERY = 50
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-@dataclass
-class StepReport:
-    """What one step did, by width: loss, samples right (and seen), rate of the scales, gradient peaks per layer."""
-
-    lr: float = 0.0
-    loss: dict[int, Tensor] = field(default_factory=dict)
-    correct: dict[int, Tensor] = field(default_factory=dict)
-    seen: int = 0
-    scale_rate: dict[int, float | Tensor] = field(default_factory=dict)
-    weight_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
-    act_scale_peaks: dict[int, Tensor] = field(default_factory=dict)
-
-
 class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
     `loss` takes (output, targets): what the model returns, or the part of it that `output` selects, by name, by place
-    in a tuple or by a function; the same part is distilled and compared with class labels. `teacher` goes with
+    in a tuple or by a function; the same part is distilled and compared with class labels. `optimizer`
+    makes one of your own for the weights, see `bitdial.train.own_optimizer`. `teacher` goes with
     distill='teacher' or 'cascade', `samples` (the size of the training set) with distill='progressive', `sensitivity`
     (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'. The model may be wrapped in
     DistributedDataParallel(find_unused_parameters=True).
@@ -73,6 +64,7 @@ class JointStep:
         steps_per_epoch: int,
         loss: LossFunction = F.cross_entropy,
         output: Output = None,
+        optimizer: OptimizerFactory | None = None,
         teacher: nn.Module | None = None,
         samples: int | None = None,
         sensitivity: Sensitivity | Mapping[str, float] | None = None,
@@ -84,6 +76,7 @@ class JointStep:
                 "the teacher is the model itself; pass another, such as the float model that was given to prepare. "
                 "distill='in_place' lets the highest width teach the others"
             )
+        config = dataclasses.replace(config, autocast=choose_autocast(config.autocast, model))
         self.model, self.config, self.loss_function, self.output = model, config, loss, output
         self.total_steps = steps_per_epoch * config.epochs
         self.step = 0
@@ -104,11 +97,15 @@ class JointStep:
         if not self.weights:
             raise ConfigError("the model has no weight that requires a gradient; there is nothing to train")
         self.guard = ScaleGuard(unwrap(model), relative=config.scale_step == "relative")
-        self.weight_optimizer = make_optimizer(
-            config.optimizer, self.weights, lr=config.lr, weight_decay=config.weight_decay
+        self.own = None if optimizer is None else OwnOptimizer(optimizer, self._named_weights())
+        self.weight_optimizer = (
+            make_optimizer(config.optimizer, self.weights, lr=config.lr, weight_decay=config.weight_decay)
+            if self.own is None
+            else self.own.optimizer
         )
         self.scale_optimizers = self._scale_optimizers()
-        self.slots = self._make_slots() if self.sampler is not None and fused and config.cuda_graph else None
+        self.records = config.cuda_graph and self.own is None  # its step may not be fit for a CUDA graph
+        self.slots = self._make_slots() if self.sampler is not None and fused and self.records else None
         self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
@@ -126,6 +123,10 @@ class JointStep:
                 raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
             sensitive = sensitive_layers(self.sensitivity)
         return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
+
+    def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
+        mine = set(self.weights)
+        return [(name, parameter) for name, parameter in unwrap(self.model).named_parameters() if parameter in mine]
 
     def _make_slots(self) -> PlanSlots | None:
         """Let sampled plans run on the fast path at fixed addresses, if all of the model is on it."""
@@ -156,8 +157,10 @@ class JointStep:
         return {bits: make_optimizer("adam", self.scales, lr=self.config.lr) for bits in self.bit_choices}
 
     def learning_rate(self) -> float:
-        """The learning rate of the current step: warm-up, then cosine to 0 (or constant)."""
+        """The learning rate of the current step: warm-up, then cosine to 0 (or constant), or by your own schedule."""
         config, step = self.config, self.step
+        if self.own is not None and (factor := self.own.factor(step)) is not None:
+            return config.lr * factor
         if step < config.warmup_steps:
             return config.lr * (step + 1) / config.warmup_steps
         if config.schedule == "constant":
@@ -195,29 +198,23 @@ class JointStep:
         alone = distributed.world_size() == 1 and self.distiller.recordable
         fixed = self.sampler is None or self.slots is not None
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
-        return self.on_gpu and self.config.cuda_graph and alone and fixed and tensors
+        return self.on_gpu and self.records and alone and fixed and tensors
 
     def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
         report = StepReport()
-        inputs = self.fast.arranged(inputs)
+        parts = split_batch(self.fast.arranged(inputs), targets, index, self.config.accumulate)
         self.model.train()
         with self._autocast():
-            self.distiller.begin(inputs)
+            self.distiller.begin(*(part.inputs for part in parts))
         self._clear_gradients()
         for number, (bits, plan) in enumerate(self.plans().items()):
             if self.slots is None:
                 set_bits(self.model, plan)
             else:
                 self.slots.gather(number)
-            loss, output = self._forward(inputs, targets, index, highest=bits == self.bit_choices[0])
-            mean_loss = distributed.mean(loss.detach())
-            if self.on_gpu:
-                self.loss_sum.add_(mean_loss)
-            else:
-                check_loss(mean_loss, unwrap(self.model), inputs, step=self.step, bits=bits)
-            self.fast.backward(loss)
-            distributed.average_norms(self.model)
-            self._record(report, bits, mean_loss, output, targets)
+            for place, part in enumerate(parts):
+                self._pass(report, bits, place, part)
+            self._record_peaks(report, bits)
             if self.config.update == "separate":
                 self._update(report, bits)
                 self._clear_gradients()
@@ -227,6 +224,18 @@ class JointStep:
             self._update(report, self.bit_choices[0])
             report.scale_rate = {bits: rate for rate in report.scale_rate.values() for bits in self.bit_choices}
         return report
+
+    def _pass(self, report: StepReport, bits: int, place: int, part: Part) -> None:
+        """Add the gradients of one part of the batch at `bits`."""
+        loss, output = self._forward(place, part, highest=bits == self.bit_choices[0])
+        mean_loss = distributed.mean(loss.detach())
+        if self.on_gpu:
+            self.loss_sum.add_(mean_loss)
+        else:
+            check_loss(mean_loss, unwrap(self.model), part.inputs, step=self.step, bits=bits)
+        self.fast.backward(loss if part.share == 1.0 else loss * part.share)
+        distributed.average_norms(self.model)
+        report.add(bits, mean_loss, output, part)
 
     def check(self) -> None:
         """Raise TrainingError if a loss was not finite or a scale collapsed since the last check.
@@ -243,16 +252,17 @@ class JointStep:
         self.loss_sum.zero_()
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
-    def _forward(self, inputs: Batch, targets: Any, index: Tensor | None, *, highest: bool) -> tuple[Tensor, Any]:
+    def _forward(self, place: int, part: Part, *, highest: bool) -> tuple[Tensor, Any]:
         with self._autocast():
-            output = selected(call(self.fast, inputs), self.output)
-            self.labels.learn(output, targets)
-            hard = self.loss_function(output, targets)
+            output = selected(call(self.fast, part.inputs), self.output)
+            self.labels.learn(output, part.targets)
+            hard = self.loss_function(output, part.targets)
             if not isinstance(hard, Tensor) or hard.numel() != 1:
                 what = f"a tensor of shape {tuple(hard.shape)}" if isinstance(hard, Tensor) else type(hard).__name__
                 raise TrainingError(f"the loss must be one number, the mean over the batch; got {what}")
-            axis = class_axis_to_distill(output, targets) if self.config.distill != "none" else -1
-            return self.distiller.loss(hard, output, highest=highest, index=index, axis=axis), output
+            axis = class_axis_to_distill(output, part.targets) if self.config.distill != "none" else -1
+            loss = self.distiller.loss(hard, output, highest=highest, index=part.index, axis=axis, part=place)
+            return loss, output
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device_rate.device.type, torch.bfloat16, enabled=self.config.autocast is not None)
@@ -261,7 +271,10 @@ class JointStep:
         """Step both optimizers on the gradients of the pass at `bits`, the scales at their ALRS rate."""
         if self.config.clip_norm is not None:
             nn.utils.clip_grad_norm_([*self.weights, *self._in_slots()[0]], self.config.clip_norm)
-        step_at(self.weight_optimizer, self.rate)
+        if self.own is not None:
+            self.own.step(self.learning_rate() / self.config.lr)
+        else:
+            step_at(self.weight_optimizer, self.rate)
         if self.slots is not None and self.slots.weight_optimizer is not None:
             step_at(self.slots.weight_optimizer, self.rate)
         if not self.config.learn_scales:
@@ -323,39 +336,11 @@ class JointStep:
         for parameter in (*self.weights, *self.scales, *norms, *scales):
             parameter.grad = None
 
-    def _record(self, report: StepReport, bits: int, loss: Tensor, output: Any, targets: Any) -> None:
-        report.loss[bits] = loss
-        axis = known_class_axis(output, targets)
-        if axis is not None and targets.dtype == torch.int64:
-            guess = output.detach().argmax(dim=axis)
-            report.correct[bits], report.seen = (guess == targets).sum(), guess.numel()
+    def _record_peaks(self, report: StepReport, bits: int) -> None:
         scales = self._active_scales()
-        peaks = _peaks([weight for weight, _ in scales] + [act for _, act in scales], loss)
+        peaks = gradient_peaks([weight for weight, _ in scales] + [act for _, act in scales], report.loss[bits])
         report.weight_scale_peaks[bits], report.act_scale_peaks[bits] = peaks.chunk(2)
 
     def end_epoch(self) -> None:
         """Call after each epoch; progressive distillation turns its pages here."""
         self.distiller.end_epoch()
-
-
-def _peaks(scales: list[Tensor | None], like: Tensor) -> Tensor:
-    """The largest gradient of each scale by magnitude; 0 where there is none."""
-    found = {i: s.grad.detach() for i, s in enumerate(scales) if s is not None and s.grad is not None}
-    largest = dict(zip(found, torch._foreach_norm(list(found.values()), float("inf")), strict=True)) if found else {}
-    zero = like.new_zeros((), dtype=torch.float32) if len(found) < len(scales) else None
-    return torch.stack([largest[i].float() if i in largest else zero for i in range(len(scales))])  # type: ignore[misc]
-
-
-def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters of the quantizers, and all others; each parameter once, in the model's order."""
-    scales = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, QuantLayer)
-        for quantizer in (module.weight_quantizer, module.act_quantizer)
-        if quantizer is not None
-        for parameter in quantizer.parameters()
-    ]
-    scales = list(dict.fromkeys(scales))
-    mine = set(scales)
-    return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]

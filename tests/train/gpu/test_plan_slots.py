@@ -65,7 +65,8 @@ def network(*, transitions: str | None = None, **settings: Any) -> nn.Module:
 
 
 def stepper(model: nn.Module, *, slots: bool, **settings: Any) -> JointStep:
-    chosen = {"sampling": "random", "sigma": 0.9, "sigma_warmup": 0, "lr": 1e-2, "cuda_graph": slots} | settings
+    chosen = {"sampling": "random", "sigma": 0.9, "sigma_warmup": 0, "lr": 1e-2, "cuda_graph": slots, "autocast": None}
+    chosen |= settings
     step = JointStep(model, TrainConfig(epochs=2, **chosen), steps_per_epoch=8)
     if DEVICE == "cpu":
         step.fast = FastModel(model, fused=True)

@@ -1,0 +1,36 @@
+"""A prepared model that trains at one width which nobody chose says so, once.
+
+Any training loop runs a prepared model, transformers' Trainer for example: at the highest width, and the others stay
+untrained. The first quantised layer counts the passes in train mode with gradients, until a width is set.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+PASSES = 100
+
+
+def watch_width(model: nn.Module) -> None:
+    """Let the first quantised layer of the prepared `model` count, in place."""
+    layer: Any = next((module for module in model.modules() if hasattr(type(module), "unset_passes")), None)
+    if layer is not None and len(layer.bit_choices) > 1:
+        layer.unset_passes = 0
+
+
+def count_pass(layer: Any) -> None:
+    """Count a pass of `layer`, if it is one of training and no width was set so far."""
+    if layer.unset_passes is None or not layer.training or not torch.is_grad_enabled():
+        return
+    layer.unset_passes += 1
+    if layer.unset_passes > PASSES:
+        layer.unset_passes = None
+        warnings.warn(
+            f"this prepared model has run {PASSES} times in training, and no width was ever set: only "
+            f"{layer.bit_choices[0]} bits are trained, the other widths are not. bitdial.train or JointStep trains "
+            "all of them, joint_trainer with transformers' Trainer; "
+            f"set_bits(model, {layer.bit_choices[0]}) says that one width is meant",
+            stacklevel=2,
+        )

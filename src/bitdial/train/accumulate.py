@@ -1,0 +1,50 @@
+"""A batch in parts: gradients add up over the parts, and the weights move once for all of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bitdial.errors import TrainingError
+from bitdial.prepare.model_call import Batch
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a batch, and their share of all."""
+
+    inputs: Batch
+    targets: Any
+    index: Tensor | None = None
+    share: float = 1.0
+
+
+def split_batch(inputs: Batch, targets: Any, index: Tensor | None, count: int) -> list[Part]:
+    """The batch in `count` parts of nearly one size, or in as many as it has samples.
+
+    Every tensor in it has the samples along its first axis; what is no tensor, or has no axes, goes to all parts.
+    """
+    if count == 1:
+        return [Part(inputs, targets, index)]
+    sizes = {len(leaf) for leaf in tree_leaves((inputs, targets, index)) if _is_split(leaf)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise TrainingError(
+            f"accumulate={count} splits a batch along the first axis of its tensors, of length {sorted(sizes)}; "
+            "give tensors of one length above 0, or train with accumulate=1"
+        )
+    (samples,) = sizes
+    size = -(-samples // count)
+    parts = []
+    for start in range(0, samples, size):
+
+        def piece(leaf: Any, start: int = start) -> Any:
+            return leaf[start : start + size] if _is_split(leaf) else leaf
+
+        share = min(size, samples - start) / samples
+        parts.append(Part(tree_map(piece, inputs), tree_map(piece, targets), tree_map(piece, index), share))
+    return parts
+
+
+def _is_split(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
