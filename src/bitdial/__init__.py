@@ -13,7 +13,7 @@ from bitdial._version import __version__
 
 guard_onednn()  # before anything imports torch
 
-from bitdial.artifact import Artifact, read_artifact, save  # noqa: E402
+from bitdial.artifact import Artifact, describe, read_artifact, save  # noqa: E402
 from bitdial.dial.dial import at_bits, get_bits, set_bits  # noqa: E402
 from bitdial.dial.plan import BitPlan  # noqa: E402
 from bitdial.errors import BitdialError  # noqa: E402
@@ -65,6 +65,7 @@ __all__ = [
     "build_model",
     "candidates",
     "code_exact",
+    "describe",
     "evaluate",
     "evaluate_plans",
     "export_onnx",

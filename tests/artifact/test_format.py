@@ -255,6 +255,7 @@ def test_the_tie_rules_differ_on_these_weights(tmp_path: Path, prepared: Callabl
 def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], Any]) -> None:
     manifest = open_file(saved(activations="asymmetric")).manifest
     assert manifest.pop("written_by").startswith("bitdial ")
+    assert manifest.pop("report")["quantised_layers"] == ["conv", "depth", "left", "right"]
     linear = {"type": "Linear", "shape": [6, 6], "bias": True, "activations": "asymmetric", "group_size": None}
     norm = {"type": "BatchNorm2d", "eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
     conv = {"type": "Conv2d", "dilation": [1, 1], "padding": [1, 1], "padding_mode": "zeros"}

@@ -4,6 +4,7 @@ docs/artifact-format.md is the specification. Reading never runs code from the f
 """
 
 from bitdial.artifact.amend import amend
+from bitdial.artifact.describe import describe
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.artifact.read import read_artifact
 from bitdial.artifact.sizes import sizes
@@ -13,6 +14,7 @@ __all__ = [
     "FLOAT",
     "Artifact",
     "amend",
+    "describe",
     "float_state",
     "layer_table_entry",
     "norm_table_entry",

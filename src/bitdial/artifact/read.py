@@ -24,6 +24,7 @@ from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, NORM_STATE, UNKNOWN
+from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -83,7 +84,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 class _Checker:
-    """One pass over an artifact; fills in its `plans` and `sensitivity`. `expected` collects the tensors met so far."""
+    """One pass over an artifact; fills in what its manifest holds. `expected` collects the tensors met so far."""
 
     def __init__(self, artifact: Artifact):
         self.artifact = artifact
@@ -98,7 +99,8 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        _fields("the manifest", manifest, _MANIFEST)
+        report = {"report": dict} if "report" in manifest else {}
+        _fields("the manifest", manifest, {**_MANIFEST, **report})
         if version == 1:
             _renew(manifest)
         try:
@@ -119,6 +121,8 @@ class _Checker:
         self._plans()
         if manifest["sensitivity"] is not None:
             self._sensitivity()
+        if report:
+            self._report()
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = self.artifact.tensors.get(name)
@@ -331,6 +335,12 @@ class _Checker:
             raise ArtifactError(f"sensitivity: {problem}") from problem
         check_sensitivity(found, self.artifact.layers)
         self.artifact.sensitivity = found
+
+    def _report(self) -> None:
+        try:
+            self.artifact.report = ModelReport.from_dict(self.artifact.manifest["report"])
+        except ConfigError as problem:
+            raise ArtifactError(str(problem)) from problem
 
 
 def _renew(manifest: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm, WeightQuantizer
+from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -94,6 +95,8 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
+    if isinstance(report := getattr(model, REPORT, None), ModelReport):
+        manifest["report"] = report.to_dict()
     return write_container(path, tensors, manifest, error=ArtifactError)
 
 

@@ -375,6 +375,8 @@ def _inspect(options: argparse.Namespace) -> None:
         for name, entry in artifact.layers.items()
     ]
     show_table("Layers", ["layer", "type", "weight", "activations", "tied to"], layers)
+    if artifact.report is not None:
+        print(f"\nWhat prepare made of the model\n{artifact.report}")
 
 
 def _describe_norms(size: dict[str, Any]) -> str:
