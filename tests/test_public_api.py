@@ -35,6 +35,7 @@ PUBLIC = [
     "build_model",
     "candidates",
     "code_exact",
+    "describe",
     "evaluate",
     "evaluate_plans",
     "export_onnx",

@@ -17,7 +17,7 @@ from bitdial._version import __version__
 guard_onednn()  # before anything imports torch
 
 if _typing.TYPE_CHECKING:
-    from bitdial.artifact import Artifact, read_artifact, save
+    from bitdial.artifact import Artifact, describe, read_artifact, save
     from bitdial.dial.dial import at_bits, get_bits, set_bits
     from bitdial.dial.plan import BitPlan
     from bitdial.errors import BitdialError
@@ -77,6 +77,7 @@ __all__ = [
     "build_model",
     "candidates",
     "code_exact",
+    "describe",
     "evaluate",
     "evaluate_plans",
     "export_onnx",
@@ -108,7 +109,7 @@ __all__ = [
 _load_when_asked(
     __name__,
     {
-        "bitdial.artifact": "Artifact read_artifact save",
+        "bitdial.artifact": "Artifact describe read_artifact save",
         "bitdial.dial.dial": "at_bits get_bits set_bits",
         "bitdial.dial.plan": "BitPlan",
         "bitdial.errors": "BitdialError",

@@ -278,6 +278,7 @@ def test_the_manifest(saved: Callable[..., Path], open_file: Callable[[Path], An
     lines = GRAPH.split("\n")
     digest = hashlib.sha256(GRAPH.encode()).hexdigest()
     assert manifest.pop("graph") == {"digest": digest, "count": 15, "lines": [line[:160] for line in lines]}
+    assert manifest.pop("report")["quantised_layers"] == ["conv", "depth", "left", "right"]
     linear = {"type": "Linear", "shape": [6, 6], "bias": True, "activations": "asymmetric", "group_size": None}
     norm = {"type": "BatchNorm2d", "eps": 1e-5, "momentum": 0.1, "affine": True, "track_running_stats": True}
     conv = {"type": "Conv2d", "dilation": [1, 1], "padding": [1, 1], "padding_mode": "zeros"}

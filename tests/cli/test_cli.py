@@ -34,6 +34,11 @@ def test_inspect_shows_layers_sizes_and_digest(file, capsys) -> None:
         assert word in text.replace("\n", " "), word
 
 
+def test_inspect_shows_the_report_of_prepare(file, capsys) -> None:
+    assert main(["inspect", str(file)]) == 0
+    assert str(bitdial.describe(bitdial.read_artifact(file))) in capsys.readouterr().out
+
+
 def test_inspect_says_what_norms_cost(file, capsys, tmp_path) -> None:
     mixed = bitdial.add_transitions(bitdial.load_trainable(file), "statistics")
     bitdial.save(mixed, tmp_path / "mixed.safetensors")

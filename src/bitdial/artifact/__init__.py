@@ -4,6 +4,7 @@ docs/artifact-format.md is the specification. Reading never runs code from the f
 """
 
 from bitdial.artifact.amend import amend
+from bitdial.artifact.description import describe
 from bitdial.artifact.fit import fit
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.artifact.graph import check_same_graph
@@ -16,6 +17,7 @@ __all__ = [
     "Artifact",
     "amend",
     "check_same_graph",
+    "describe",
     "fit",
     "float_state",
     "layer_table_entry",

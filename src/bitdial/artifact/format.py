@@ -13,6 +13,7 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, QuantLayer, kind_of, usual_state
+from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
@@ -33,6 +34,7 @@ class Artifact:
     file_bytes: int
     plans: dict[str, BitPlan] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
+    report: ModelReport | None = None
 
     @property
     def scheme(self) -> str:

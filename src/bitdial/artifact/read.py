@@ -26,6 +26,7 @@ from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, NORM_STATE, UNKNOWN
 from bitdial.nn.decompose import DECOMPOSITIONS
+from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 _MANIFEST: dict[str, type | tuple[type, ...]] = {
@@ -85,7 +86,7 @@ def read_artifact(path: str | os.PathLike[str]) -> Artifact:
 
 
 class _Checker:
-    """One pass over an artifact; fills in its `plans` and `sensitivity`. `expected` collects the tensors met so far."""
+    """One pass over an artifact; fills in what its manifest holds. `expected` collects the tensors met so far."""
 
     def __init__(self, artifact: Artifact):
         self.artifact = artifact
@@ -100,7 +101,8 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        optional: dict[str, type] = {k: dict for k in ("decomposed", "graph") if version == VERSION and k in manifest}
+        known = ("decomposed", "graph", "report") if version == VERSION else ()
+        optional: dict[str, type] = {key: dict for key in known if key in manifest}
         _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
             _renew(manifest)
@@ -127,6 +129,8 @@ class _Checker:
             self._sensitivity()
         if "graph" in optional:
             check_graph_entry(manifest["graph"])
+        if "report" in optional:
+            self._report()
 
     def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         tensor = self.artifact.tensors.get(name)
@@ -339,6 +343,12 @@ class _Checker:
             raise ArtifactError(f"sensitivity: {problem}") from problem
         check_sensitivity(found, self.artifact.layers)
         self.artifact.sensitivity = found
+
+    def _report(self) -> None:
+        try:
+            self.artifact.report = ModelReport.from_dict(self.artifact.manifest["report"])
+        except ConfigError as problem:
+            raise ArtifactError(str(problem)) from problem
 
 
 def _renew(manifest: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.nn.decompose import decomposed_modules
+from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -93,6 +94,8 @@ def save(
         manifest["decomposed"] = decomposed
     if (graph := graph_entry(model, (*layers, *norms))) is not None:
         manifest["graph"] = graph
+    if isinstance(report := getattr(model, REPORT, None), ModelReport):
+        manifest["report"] = report.to_dict()
     return _write(path, tensors, manifest, model)
 
 

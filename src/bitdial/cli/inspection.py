@@ -20,6 +20,8 @@ def run(options: argparse.Namespace) -> None:
     show_table(str(options.file), ["", ""], _facts(artifact, size))
     _show_widths(artifact, size)
     _show_layers(artifact)
+    if artifact.report is not None:
+        print(f"\nWhat prepare made of the model\n{artifact.report}")
 
 
 def _as_json(file: str, artifact: Artifact, size: dict[str, Any]) -> dict[str, Any]:

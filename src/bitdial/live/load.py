@@ -29,6 +29,7 @@ from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules
+from bitdial.prepare.report import REPORT
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ def _assemble(
         new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
     setattr(model, STORED_PLANS, dict(artifact.plans))
+    setattr(model, REPORT, artifact.report)
     set_bits(model, bits)
     return model
 

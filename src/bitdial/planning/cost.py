@@ -16,6 +16,7 @@ from bitdial.dial.plan import BitPlan, LayerBits, resolve_bits
 from bitdial.errors import ConfigError, PlanError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call, evaluating
+from bitdial.prepare.sizes import float_bytes, packed_bytes, state_bytes
 
 # The keys of `Costs.of`, in the order in which they are shown; `latency` only where a table was given.
 QUANTITIES: tuple[str, ...] = (
@@ -100,11 +101,11 @@ class Costs:
             totals["bytes"] += layer.scale_bytes + layer.norm_bytes
             codes = layer.tied_to or name, weight_bits
             if codes not in stored:
-                totals["bytes"] += _packed_bytes(layer.weights, weight_bits)
+                totals["bytes"] += packed_bytes(layer.weights, weight_bits)
                 stored.add(codes)
             totals["bitops"] += layer.macs * weight_bits * (act_bits if layer.quantises_input else FLOAT_BITS)
             if layer.quantises_input:
-                totals["activation_bytes"] += _packed_bytes(layer.inputs, act_bits)
+                totals["activation_bytes"] += packed_bytes(layer.inputs, act_bits)
             if self.latency is not None:
                 totals["latency"] += as_written(self._seconds(name, weight_bits, act_bits))
         return totals
@@ -132,7 +133,7 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
     norm_bytes = dict.fromkeys(layers, 0)
     for name, norm in norms.items():
-        norm_bytes[leader_of(name, norm.follows, layers)] += _state_bytes(next(iter(norm.sets.values())))
+        norm_bytes[leader_of(name, norm.follows, layers)] += state_bytes(next(iter(norm.sets.values())))
     owners: dict[Tensor, str] = {}
     table: dict[str, LayerCosts] = {}
     for name, (macs, inputs) in _count_operations(model, layers, sample).items():
@@ -158,7 +159,7 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     return Costs(
         layers=table,
         bit_choices={name: layer.bit_choices for name, layer in layers.items()},
-        float_bytes=_float_bytes(model, [*layers, *norms]),
+        float_bytes=float_bytes(model, [*layers, *norms]),
         latency=latency,
     )
 
@@ -185,14 +186,6 @@ def plain_number(value: Fraction) -> float:
     return value.numerator if value.denominator == 1 else float(value)
 
 
-def _packed_bytes(elements: int, bits: int) -> int:
-    return -(-elements * bits // 8)
-
-
-def _state_bytes(module: nn.Module) -> int:
-    return sum(value.nbytes for value in module.state_dict().values())
-
-
 def _count_operations(model: nn.Module, layers: Mapping[str, QuantLayer], sample: Batch) -> dict[str, tuple[int, int]]:
     """Multiply-accumulates and input elements of each layer, over all its calls, in the order of `layers`."""
     seen: dict[str, tuple[int, int]] = {}
@@ -216,14 +209,6 @@ def _count_operations(model: nn.Module, layers: Mapping[str, QuantLayer], sample
         if name not in seen:
             raise ConfigError(f"layer {name!r} did not run on the sample; pass one that reaches it")
     return {name: seen[name] for name in layers}
-
-
-def _float_bytes(model: nn.Module, quantised: list[str]) -> int:
-    """Bytes of the model's state outside the modules named in `quantised`; tensors with two names count once."""
-    swapped = {model.get_submodule(name) for name in quantised}
-    prefixes = tuple(f"{n}." for n, m in model.named_modules(remove_duplicate=False) if m in swapped)
-    state = model.state_dict(keep_vars=True)
-    return sum({id(v): v.nbytes for key, v in state.items() if not key.startswith(prefixes)}.values())
 
 
 def _check_latency(latency: LatencyTable, layers: list[str]) -> None:

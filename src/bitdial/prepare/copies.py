@@ -1,7 +1,6 @@
 """The copy of a user's model that `prepare` works on: without wrappers, and in float32."""
 
 import itertools
-import logging
 from typing import Any
 
 import torch
@@ -12,23 +11,20 @@ from bitdial.dial.dial import copy_unwrapped
 from bitdial.errors import ConfigError
 from bitdial.prepare.model_call import Batch
 
-log = logging.getLogger(__name__)
 
-
-def copy_to_prepare(model: nn.Module, batches: list[Batch]) -> tuple[nn.Module, list[Batch]]:
-    """A copy of `model`, and `batches` in the dtype that the copy takes."""
+def copy_to_prepare(model: nn.Module, batches: list[Batch]) -> tuple[nn.Module, list[Batch], list[str]]:
+    """A copy of `model`, `batches` in the dtype that the copy takes, and a warning if that is another than before."""
     made = copy_unwrapped(model)
     found = {t.dtype: n for n, t in _tensors(made) if t.is_floating_point() and t.dtype != torch.float32}
     if not found:
-        return made, batches
+        return made, batches, []
     dtypes = " and ".join(f"{dtype} ({name!r})" for dtype, name in found.items())
-    log.warning(
-        "the model has tensors in %s; the prepared copy is in float32, in which it trains and is saved, so give it "
-        "float32 inputs. TrainConfig(autocast='bfloat16') trains in 16 bits",
-        dtypes,
-    )
     made.float()
-    return made, [tree_map_only(Tensor, _as_float32, batch) for batch in batches]
+    warning = (
+        f"the model has tensors in {dtypes}; the prepared copy is in float32, in which it trains and is saved, so give "
+        "it float32 inputs. TrainConfig(autocast='bfloat16') trains in 16 bits"
+    )
+    return made, [tree_map_only(Tensor, _as_float32, batch) for batch in batches], [warning]
 
 
 def _as_float32(tensor: Tensor) -> Tensor:

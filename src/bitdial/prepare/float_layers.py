@@ -1,37 +1,19 @@
 """The layers that stay in float: which, how much of the model they are, and why."""
 
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from bitdial.nn import kind_of, nearest_kind
 from bitdial.prepare.ends import Ends
 from bitdial.prepare.norms import Norms
+from bitdial.prepare.report import FloatLayer
 from bitdial.prepare.treatment import Treatment
 from bitdial.prepare.weights import Weights
-
-log = logging.getLogger(__name__)
 
 SMALL = 0.01  # of the weights: what is less is not worth a warning
 LARGE, MANY = 0.2, 100_000  # share and number of weights from which on also what is kept by default is worth one
 MOST_NAMED = 10
-
-
-@dataclass(frozen=True)
-class FloatLayer:
-    """A module with weights that is not quantised. `reason` goes on from its name: "is of type RNN, which ..."."""
-
-    name: str
-    type: str
-    weights: int
-    share: float  # of the model's weights
-    reason: str
-
-    def __str__(self) -> str:
-        share = f" ({self.share:.1%} of the weights)" if self.weights else ""
-        return f"{self.name or 'the model itself'!r} {self.reason}{share}"
 
 
 def find_float_layers(
@@ -48,8 +30,7 @@ def find_float_layers(
             reason = f"is a part of norm {holder!r}, which has a set per width"
         else:
             reason = unknown_reason(name, module, ends)
-        size = weights.sizes[name]
-        found.append(FloatLayer(name, type(module).__name__, size, size / max(weights.total, 1), reason))
+        found.append(FloatLayer(name, type(module).__name__, weights.sizes[name], reason))
     return tuple(found)
 
 
@@ -69,20 +50,30 @@ def unknown_reason(name: str, module: nn.Module, ends: Ends | None = None) -> st
     )
 
 
-def warning_of(layers: tuple[FloatLayer, ...], treatments: Mapping[str, Treatment], ends: Ends) -> str | None:
+def named(layers: Sequence[FloatLayer], total: int) -> str:
+    """Some of `layers`, the largest first, each with its share of the `total` of weights and the reason."""
+    largest = sorted(layers, key=lambda layer: -layer.weights)[:MOST_NAMED]
+    more = f"; and {len(layers) - MOST_NAMED} more" if len(layers) > MOST_NAMED else ""
+    return "; ".join(_sentence(layer, total) for layer in largest) + more
+
+
+def _sentence(layer: FloatLayer, total: int) -> str:
+    share = f" ({layer.weights / total:.1%} of the weights)" if layer.weights else ""
+    return f"{layer.name or 'the model itself'!r} {layer.reason}{share}"
+
+
+def warning_of(
+    layers: tuple[FloatLayer, ...], total: int, treatments: Mapping[str, Treatment], ends: Ends
+) -> list[str]:
     """What to warn of, if anything: large layers that cannot be quantised, and those that were meant to be."""
-    costly = [layer for layer in layers if _costs(layer, treatments.get(layer.name), ends)]
-    if not costly:
-        return None
-    named = "; ".join(map(str, sorted(costly, key=lambda layer: -layer.weights)[:MOST_NAMED]))
-    more = f"; and {len(costly) - MOST_NAMED} more" if len(costly) > MOST_NAMED else ""
-    share = sum(layer.share for layer in costly)
-    return f"{share:.1%} of the weights stay in float: layer {named}{more}"
+    costly = [layer for layer in layers if _costs(layer, total, treatments.get(layer.name), ends)]
+    share = sum(layer.weights for layer in costly) / max(total, 1)
+    return [f"{share:.1%} of the weights stay in float: layer {named(costly, total)}"] if costly else []
 
 
-def _costs(layer: FloatLayer, treatment: Treatment | None, ends: Ends) -> bool:
+def _costs(layer: FloatLayer, total: int, treatment: Treatment | None, ends: Ends) -> bool:
     if treatment is None:
-        return layer.share > SMALL and layer.name in ends.multiplying
+        return layer.weights > SMALL * total and layer.name in ends.multiplying
     if treatment.kept_by == "rule":
         return False
-    return treatment.kept_by == "circumstance" or (layer.share > LARGE and layer.weights > MANY)
+    return treatment.kept_by == "circumstance" or layer.weights > max(LARGE * total, MANY)

@@ -1,6 +1,5 @@
 """Which norms of a model get a set for each width, and why others do not."""
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -8,8 +7,6 @@ from torch import nn
 
 from bitdial.dial.plan import shortened
 from bitdial.nn import is_switchable, keeps_own_statistics, unswitchable_reason
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,16 +48,14 @@ def find_norms(model: nn.Module, *, switch_norms: bool) -> Norms:
     return found
 
 
-def warn_of_kept(norms: Norms) -> None:
-    """Say which norms have one set of statistics for all widths, and why; nothing of those that are meant to."""
+def warnings_of_kept(norms: Norms) -> list[str]:
+    """Which norms have one set of statistics for all widths, and why; nothing of those that are meant to."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in norms.kept.items():
         if reason != "switch_norms=False":
             by_reason.setdefault(reason, []).append(name)
-    for reason, names in by_reason.items():
-        log.warning(
-            "%d norms (%s) have one set of statistics for all widths, which costs accuracy at low ones: %s",
-            len(names),
-            shortened(names, most=20),
-            reason,
-        )
+    return [
+        f"{len(names)} norms ({shortened(names, most=20)}) have one set of statistics for all widths, which costs "
+        f"accuracy at low ones: {reason}"
+        for reason, names in by_reason.items()
+    ]

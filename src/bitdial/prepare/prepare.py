@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.dial.dial import unwrap
-from bitdial.dial.plan import shortened
 from bitdial.errors import ConfigError
 from bitdial.nn import (
-    KINDS,
     QUANTIZED,
     UNKNOWN,
     ActivationQuantizer,
@@ -25,24 +23,15 @@ from bitdial.nn import (
 from bitdial.nn.decompose import decompose
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
-from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
+from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.copies import check_initialised, copy_to_prepare
-from bitdial.prepare.dataflow import find_flow
-from bitdial.prepare.ends import Ends, find_ends
-from bitdial.prepare.float_layers import MOST_NAMED, find_float_layers, unknown_reason, warning_of
 from bitdial.prepare.initial_scales import activation_start, weight_scales
 from bitdial.prepare.model_call import Batch
-from bitdial.prepare.norms import find_norms, warn_of_kept
-from bitdial.prepare.replaceable import check_replaceable
-from bitdial.prepare.treatment import (
-    Treatment,
-    check_weight,
-    check_weights,
-    decide,
-    without_float_owners,
-)
-from bitdial.prepare.weights import find_weights
+from bitdial.prepare.report import REPORT, ModelReport
+from bitdial.prepare.sizes import expected_bytes, float_bytes
+from bitdial.prepare.survey import survey
+from bitdial.prepare.treatment import Treatment, check_weight, check_weights
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +44,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
 
     `calibration` is a batch of inputs (a tensor, a tuple of positional or a dict of keyword arguments) or a list of
     batches. It shows which layers are first and last, the kind and starting scales of the activations and which layer
-    each batch norm follows. The result is set to the highest width.
+    each batch norm follows. The result is set to the highest width. `describe(prepared)` reports what was done.
     """
     if not isinstance(config, QuantConfig):
         raise ConfigError(
@@ -70,56 +59,28 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
         raise ConfigError("the model is prepared already; prepare a float model")
     check_initialised(model)
     check_weights(model)
-    model, batches = copy_to_prepare(model, batches)
+    model, batches, said = copy_to_prepare(model, batches)
     turn_off_fast_paths(model)
     decompose(model)
-    norms = find_norms(model, switch_norms=config.switch_norms)
-    candidates = {n: m for n, m in model.named_modules() if kind_of(m) is not None and norms.holder(n) is None}
-    weights = find_weights(model)
-    if not candidates:
-        others = "".join(f"; {n!r} {unknown_reason(n, m)}" for n, m in list(weights.modules.items())[:MOST_NAMED])
-        raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)}){others}")
-    if "" in candidates:
-        raise ConfigError("the model is a single layer; wrap it, for example in nn.Sequential, so that it has a name")
-    inputs = observe_inputs(model, candidates, batches)
-    ends = find_ends(model, weights, candidates, batches[0])
-    treatments = decide(candidates, inputs, ends, config)
-    chosen = without_float_owners(model, candidates, treatments)
-    float_layers = find_float_layers(weights, chosen, treatments, norms, ends)
-    if not chosen:
-        raise ConfigError(f"no layer is left to quantise: {'; '.join(map(str, float_layers[:MOST_NAMED]))}")
-    if warning := warning_of(float_layers, treatments, ends):
-        log.warning(warning)
-    if config.keep_first_last:
-        _say_ends(ends)
-    flow = find_flow(model, chosen, norms.switch, batches[0])
-    check_replaceable(model, chosen | {name: norms.switch[name] for name in flow.leaders}, batches[0])
-    norms.keep_unconnected(flow.leaders)
-    warn_of_kept(norms)
 
+    found = survey(model, config, batches)
+    before, said = float_bytes(model, []), [*said, *found.warnings]
     new: dict[nn.Module, nn.Module] = {}
-    for name, layer in _quantized_layers(chosen, inputs, treatments, config).items():
-        layer.fed_by = flow.feeders.get(name, UNKNOWN)
-        new[chosen[name]] = layer
-    for name, leader in flow.leaders.items():
-        norm = norms.switch[name]
-        new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=leader)
+    for name, layer in _quantized_layers(found.chosen, found.inputs, found.treatments, config).items():
+        layer.fed_by = found.flow.feeders.get(name, UNKNOWN)
+        new[found.chosen[name]] = layer
+    for name, norm in found.norms.switch.items():
+        follows = found.flow.leaders[name]
+        new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=follows)
     swap_modules(model, new)
     watch_width(model)
+
+    report = ModelReport(**found.facts(), float_bytes=before, **expected_bytes(model), warnings=tuple(said))
+    setattr(model, REPORT, report)
+    for warning in report.warnings:
+        log.warning(warning)
+    log.info(report.summary())
     return model
-
-
-def _say_ends(ends: Ends) -> None:
-    stems, heads = shortened(list(ends.stems)), shortened(list(ends.heads))
-    log.info("first layers, which the inputs reach: %s; last layers, which make the output: %s", stems, heads)
-    if ends.by_order:
-        log.warning(
-            "the model's tensors leave torch's functions, so its %s layer is that by the order of execution: first %s, "
-            "last %s. Rules say it otherwise: Rule(pattern=..., quantize=...)",
-            " and ".join(ends.by_order),
-            stems,
-            heads,
-        )
 
 
 def _quantized_layers(

@@ -1,6 +1,7 @@
 """Batch norms with a set for each pair of neighbouring widths, for mixed plans."""
 
 import copy
+from dataclasses import replace
 
 from torch import nn
 
@@ -9,6 +10,8 @@ from bitdial.dial.dial import is_live, leader_of
 from bitdial.errors import ConfigError
 from bitdial.nn import TRANSITIONS, UNKNOWN, QuantLayer, SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.swap import swap_modules
+from bitdial.prepare.report import REPORT
+from bitdial.prepare.sizes import expected_bytes
 
 
 def add_transitions(model: nn.Module, transitions: str = "full") -> nn.Module:
@@ -41,4 +44,6 @@ def add_transitions(model: nn.Module, transitions: str = "full") -> nn.Module:
         if fed_by is not None:
             new[norm] = TransitionalBatchNorm(norm, fed_by=fed_by, transitions=transitions)
     swap_modules(model, new)
+    if (report := getattr(model, REPORT, None)) is not None:
+        setattr(model, REPORT, replace(report, **expected_bytes(model)))
     return model
