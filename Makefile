@@ -30,7 +30,7 @@ export ONEDNN_MAX_CPU_ISA
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format bench clean FORCE
+.PHONY: help setup demo test test-long wheel-test docs lint format bench clean FORCE
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,13 @@ test-long: $(STAMP)  ## damaged files, kills, switches by the thousand: about an
 	OMP_NUM_THREADS=1 $(PY) tests/long/kills.py --count $(KILLS)
 	OMP_NUM_THREADS=1 $(PY) tests/long/damaged_files.py --count $(FILES)
 
+wheel-test: $(STAMP)  ## build the wheel, install it into an empty environment, run README's ten lines there
+	OMP_NUM_THREADS=1 $(PY) tests/packaging/wheel.py
+
+docs: $(STAMP)  ## the documentation as pages in site/; a broken link is an error
+	$(PY) docs/pages.py
+	$(PY) -m mkdocs build --quiet
+
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -64,7 +71,7 @@ bench: $(STAMP)  ## run the benchmarks (or those named by BENCH=)
 	@set -e; for script in $(BENCH); do echo "== $$script"; $(PY) $$script; done
 
 clean:  ## remove caches and outputs (keeps .venv; delete it by hand to start over)
-	rm -rf demo-out dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-out dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that came along when the checkout was moved or copied still imports the old place's

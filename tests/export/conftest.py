@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, build_model, code_exact, load, onnx_session_options, prepare, save
 from bitdial import functional as bf
+from bitdial.export.onnx_signature import named_outputs
 from bitdial.live.layers import LiveLayer
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.prepare.model_call import call
 
 try:
     import onnx
@@ -118,14 +120,15 @@ def run_file(path: Path, x: Tensor, options: Any = None) -> np.ndarray:
     return live.run(None, {live.get_inputs()[0].name: x.numpy()})[0]
 
 
-def run_with_codes(path: Path, x: Tensor) -> Run:
-    """Run the file with every quantizer's codes as further outputs."""
+def run_with_codes(path: Path, x: Tensor | dict[str, Tensor]) -> Run:
+    """Run the file with every quantizer's codes as further outputs; `x` is its input, or its inputs by name."""
     model = onnx.load(path)
     own = len(model.graph.output)
     names = [node.output[0] for node in model.graph.node if node.op_type == "QuantizeLinear"]
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     live = session(model)
-    found = live.run(None, {live.get_inputs()[0].name: x.numpy()})
+    inputs = x if isinstance(x, dict) else {live.get_inputs()[0].name: x}
+    found = live.run(None, {name: value.numpy() for name, value in inputs.items()})
     return Run(found[:own], dict(zip(names, found[own:], strict=True)))
 
 
@@ -146,7 +149,7 @@ def stored_codes(model: onnx.ModelProto, layer: str) -> tuple[np.ndarray, onnx.T
     return codes.reshape(tuple(tensor.dims)), tensor
 
 
-def check_against(path: Path, live: nn.Module, x: Tensor) -> int:
+def check_against(path: Path, live: nn.Module, x: Tensor | dict[str, Tensor]) -> int:
     """Compare the file's run on `x` with `code_exact(live)`, layer by layer; how many codes fell on the other side.
 
     Each layer's codes must be equal, but where a value lies on the border between two codes to within the error of a
@@ -181,7 +184,7 @@ def check_against(path: Path, live: nn.Module, x: Tensor) -> int:
     for layer in quantised:
         layer.register_forward_pre_hook(follow)
     with torch.no_grad():
-        expected = exact(x).numpy()
+        expected = next(iter(named_outputs(call(exact, x)).values())).numpy()
     assert met == set(run.codes), "every quantizer of the file was compared"
     difference = np.abs(run.outputs[0] - expected).max() / np.abs(expected).max()
     assert difference <= 5 * FLOAT_ERROR, difference

@@ -441,53 +441,6 @@ def test_a_path_that_cannot_be_written(mixed: Callable[..., nn.Module], tmp_path
         export_onnx(mixed(), tmp_path / "file" / "net.onnx", images(2, channels=2, size=10))
 
 
-class Odd(nn.Module):
-    """A module `odd` in the middle that an exporter cannot carry."""
-
-    def __init__(self, odd: nn.Module) -> None:
-        super().__init__()
-        self.stem, self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-        self.odd = odd
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.odd(self.inner(torch.relu(self.stem(x)))))
-
-
-class Untranslatable(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.special.bessel_j0(x)
-
-
-class Branching(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
-class FixedBatch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.zeros(2, 1) if x.shape[0] == 2 else x
-
-
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
-        (Untranslatable(), r"module 'odd' uses .*bessel_j0.default, which torch's ONNX exporter cannot translate"),
-        (Branching(), r"torch.export cannot follow the model, in 'odd': Could not guard"),
-        (FixedBatch(), r"torch.export cannot follow the model.*dynamic_batch=False"),
-    ],
-    ids=["untranslatable", "branching", "fixed batch"],
-)
-def test_what_an_exporter_cannot_carry_is_named(
-    make_live: Callable[..., nn.Module], odd: nn.Module, message: str, tmp_path: Path
-) -> None:
-    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-    target = tmp_path / "net.onnx"
-    target.write_text("before")
-    with pytest.raises(ExportError, match=message):
-        export_onnx(make_live(Odd(odd), x), target, x)
-    assert target.read_text() == "before"
-
-
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_without_the_extra(
     mixed: Callable[..., nn.Module], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,27 +7,25 @@ layers become ONNX operators (`bitdial.export.onnx_layers`); their codes, int8 u
 import json
 import logging
 import os
-import traceback
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map, tree_map_only
 
 from bitdial._version import __version__
 from bitdial.dial.dial import at_bits, dialled_layers, get_bits
 from bitdial.dial.plan import BitPlan, LayerBits
-from bitdial.errors import BitdialError, ConfigError, ExportError, MissingDependencyError
+from bitdial.errors import ConfigError, ExportError, MissingDependencyError
 from bitdial.export.onnx_layers import BITS, INPUT, LAYER, PART, WEIGHT, traceable_copy
+from bitdial.export.onnx_reasons import FULL_TEXT, first_line
+from bitdial.export.onnx_signature import Axes, bind
+from bitdial.export.onnx_trace import trace, translate, try_sample
 from bitdial.files.atomic import replacing
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.live.layers import LiveLayer
-from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_call import Batch
 
 # The integers that ONNX has for weights, and the opset that brought them.
 CONTAINERS = {2: 25, 4: 21, 8: 21}
@@ -55,6 +53,7 @@ def export_onnx(
     bits: LayerBits | BitPlan | str | None = None,
     opset: int | None = None,
     dynamic_batch: bool = True,
+    dynamic_axes: Axes | None = None,
 ) -> OnnxExport:
     """Write the live `model` (from `load`) as an ONNX file that runs at one setting; `model` is left as it is.
 
@@ -63,24 +62,27 @@ def export_onnx(
     `sample` is a batch that fits the model; only its shapes and types matter. `bits` is a setting (default: the present
     one). Codes lie in the smallest integer that ONNX has for them: INT8 for 8 to 5 bits, INT4 for 4 and 3, INT2 for 2.
     `opset` 21 has no INT2, so 2-bit codes take INT4 there (default: 25 where a layer has 2 bits, else 21). With
-    `dynamic_batch`, dimension 0 of every input is free.
+    `dynamic_batch`, dimension 0 of every input is free; `dynamic_axes` frees others: `{"input_ids": {1: "sequence"}}`.
+
+    Inputs have the names of the forward's arguments, outputs their keys. What is no tensor, such as
+    a decoder's cache, is left out, and a warning says so.
     """
     _need_packages()
     layers = _live_layers(model)
     with at_bits(model, get_bits(model) if bits is None else bits):
         opset = _opset(opset, {layer.weight_bits for layer in layers.values()})
-        _try_sample(model, sample)
+        returned = try_sample(model, sample)
         setting = get_bits(model)
         traceable = traceable_copy(model, opset)
         scheme = next(iter(layers.values())).codes.scheme
-    inputs = tree_map_only(Tensor, lambda t: _at_least_two(t.detach().cpu(), dynamic_batch), sample)
-    program = _trace(traceable, inputs, dynamic_batch)
-    onnx_program = _translate(program, opset, _free_dimensions(inputs, "batch") if dynamic_batch else None)
-    weights = _pack_weights(onnx_program.model, opset)
-    _name_parts(onnx_program.model)
+    inputs = bind(traceable, sample, dynamic_batch=dynamic_batch, dynamic_axes=dynamic_axes)
+    onnx_model = translate(trace(traceable, inputs), opset, inputs)
+    weights = _pack_weights(onnx_model, opset)
+    _name_parts(onnx_model)
     facts = {"version": __version__, "scheme": scheme, "plan": json.dumps(setting.to_dict())}
-    size = _write(onnx_program.model, Path(path), facts)
+    size = _write(onnx_model, Path(path), facts)
     export = OnnxExport(path=Path(path), bytes=size, opset=opset, weights=weights)
+    _say_what_is_left_out(export.path, returned)
     _say_what_grew(export)
     return export
 
@@ -113,111 +115,6 @@ def _opset(opset: int | None, widths: set[int]) -> int:
 def _container(bits: int, opset: int) -> int:
     """The bits of the smallest ONNX integer of `opset` that holds a `bits`-bit code."""
     return next(size for size, since in CONTAINERS.items() if size >= bits and opset >= since)
-
-
-# --- from the model to a graph --------------------------------------------------------------------
-
-
-def _try_sample(model: nn.Module, sample: Batch) -> None:
-    try:
-        with torch.no_grad():
-            call(model, sample)
-    except BitdialError:
-        raise
-    except Exception as problem:  # whatever a user's model raises
-        raise ExportError(f"the model does not run on the sample: {_first_line(problem)}") from problem
-
-
-def _at_least_two(tensor: Tensor, dynamic_batch: bool) -> Tensor:
-    """`tensor` with at least two samples if the batch is free: torch.export takes a batch of one for a constant."""
-    alone = dynamic_batch and tensor.dim() and tensor.shape[0] == 1
-    return torch.cat([tensor, tensor]) if alone else tensor
-
-
-def _free_dimensions(inputs: Batch, batch: object) -> Any:
-    """The exporters' `dynamic_shapes`: dimension 0 of every tensor is `batch`."""
-    shapes = tree_map(lambda v: ({0: batch} if v.dim() else {}) if isinstance(v, Tensor) else None, inputs)
-    return (shapes,) if isinstance(inputs, Tensor) else shapes
-
-
-def _trace(model: nn.Module, inputs: Batch, dynamic_batch: bool) -> torch.export.ExportedProgram:
-    """The model as torch.export sees it; ExportError names the module in which that fails."""
-    shapes = _free_dimensions(inputs, torch.export.Dim("batch")) if dynamic_batch else None
-    arguments = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
-    keywords = inputs if isinstance(inputs, dict) else None
-    running = _follow(model)
-    try:
-        with _quiet():
-            return torch.export.export(model, arguments, keywords, dynamic_shapes=shapes)
-    except BitdialError:
-        raise
-    except Exception as problem:  # torch.export has no error class of its own
-        where = f"in {running[-1]!r}" if running and running[-1] else "in the model itself"
-        hint = "; if dimension 0 is not the batch, or the model fixes it: dynamic_batch=False" if dynamic_batch else ""
-        raise ExportError(f"torch.export cannot follow the model, {where}: {_first_line(problem)}{hint}") from problem
-
-
-def _follow(model: nn.Module) -> list[str]:
-    """The names of the modules that are running, innermost last, for as long as `model` lives."""
-    running: list[str] = []
-
-    def leave(*_: object) -> None:
-        running.pop()
-
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: running.append(name))
-        module.register_forward_hook(leave)
-    return running
-
-
-def _translate(program: torch.export.ExportedProgram, opset: int, shapes: Any) -> Any:
-    """The program in ONNX operators; ExportError names the operator that has none and the module that uses it."""
-    outputs = len(program.graph_signature.user_outputs)
-    try:
-        with _quiet():
-            return torch.onnx.export(
-                program,
-                opset_version=opset,
-                dynamo=True,
-                verbose=False,
-                external_data=False,
-                dynamic_shapes=shapes,
-                output_names=["output"] if outputs == 1 else [f"output_{i}" for i in range(outputs)],
-            )
-    except torch.onnx.errors.OnnxExporterError as problem:
-        raise ExportError(_untranslatable(problem)) from problem
-
-
-def _untranslatable(problem: BaseException) -> str:
-    """What went wrong, with the operator and the module; torch tells these only in the frames of its traceback."""
-    cause: BaseException | None = problem
-    while cause is not None:
-        for frame, _ in traceback.walk_tb(cause.__traceback__):
-            node = frame.f_locals.get("node")
-            if isinstance(node, torch.fx.Node) and node.op == "call_function":
-                modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values() if path]
-                where = f"module {modules[-1]!r}" if modules else "the model itself"
-                return f"{where} uses {node.target}, which torch's ONNX exporter cannot translate"
-        cause = cause.__cause__
-    return f"torch's ONNX exporter cannot translate the model: {_first_line(problem)}"
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences what torch's exporters say about packages that are not needed here and about their own insides."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 # --- from the graph to a file ---------------------------------------------------------------------
@@ -273,6 +170,7 @@ def _write(model: Any, path: Path, facts: dict[str, str]) -> int:
     model.metadata_props.update({f"bitdial.{key}": value for key, value in facts.items()})
     imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     model.ir_version = onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)
+    onnx_ir.passes.common.NameFixPass()(model)  # an output may have the name of a value inside
     weight_bytes = sum(value.const_value.nbytes for value in model.graph.initializers.values())
     if weight_bytes > LARGEST_FILE:
         raise ExportError(f"the weights take {weight_bytes:,} bytes, and an ONNX file holds at most {LARGEST_FILE:,}")
@@ -280,11 +178,19 @@ def _write(model: Any, path: Path, facts: dict[str, str]) -> int:
     try:
         onnx.checker.check_model(proto, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as problem:
-        raise ExportError(f"torch's ONNX exporter made a graph that is not valid: {_first_line(problem)}") from problem
+        log.debug("onnx.checker refused the graph", exc_info=True)
+        why = first_line(problem)
+        raise ExportError(f"torch's ONNX exporter made a graph that is not valid: {why}.\n{FULL_TEXT}") from None
     data = proto.SerializeToString()
     with replacing(path, error=ExportError) as temporary:
         temporary.write_bytes(data)
     return len(data)
+
+
+def _say_what_is_left_out(path: Path, returned: dict[str, Any]) -> None:
+    """Warn of what the model returns (by name) and the file does not: what is no tensor, such as a cache."""
+    if lost := [f"{name} ({type(part).__name__})" for name, part in returned.items() if not isinstance(part, Tensor)]:
+        log.warning("%s: left out, for a file gives tensors and keeps no cache: %s", path, ", ".join(lost))
 
 
 def _say_what_grew(export: OnnxExport) -> None:
