@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitdial
-from bitdial import BitPlan, QuantConfig, Sensitivity, batched, hessian_trace, prepare, set_bits
+from bitdial import BitPlan, QuantConfig, Sensitivity, batched, hessian_trace, set_bits
 from bitdial.cli import main
 from bitdial.errors import ArtifactError, BitdialError, ConfigError
 from bitdial.files.container import read_container, write_container
@@ -63,6 +63,11 @@ class Grouped(nn.Module):
         return self.head(torch.tanh(self.multiplied(x))).flatten(1)
 
 
+def prepare(net: nn.Module, config: QuantConfig, x: Tensor) -> nn.Module:
+    """bitdial's, in the dtype of `net`: traces are compared in float64, of values that float32 has too."""
+    return bitdial.prepare(net, config, x).to(next(net.parameters()).dtype)
+
+
 GROUPED_LAYERS = ["grouped", "depthwise", "multiplied"]
 
 
@@ -72,7 +77,7 @@ def make_grouped() -> nn.Module:
         torch.manual_seed(2)
         net = Grouped().double()
         net.head.weight.mul_(3)
-    return net
+    return net.float().double()
 
 
 def make_net(seed: int = 0) -> nn.Module:
@@ -84,7 +89,7 @@ def make_net(seed: int = 0) -> nn.Module:
             for tensor in (norm.weight, norm.running_var):
                 nn.init.uniform_(tensor, 0.5, 1.5)
             nn.init.normal_(norm.running_mean, std=0.3)
-    return net
+    return net.float().double()
 
 
 def make_data(count: int = 11, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -387,7 +392,7 @@ class Tied(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(3)
-            self.stem, self.left, self.right, self.head = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+            self.stem, self.left, self.right, self.head = (nn.Linear(4, 4).double() for _ in range(4))
         if tied:
             self.right.weight = self.left.weight
         else:

@@ -74,9 +74,9 @@ def make_model() -> Callable[..., nn.Module]:
         dtype: torch.dtype = torch.float32,
         **config: Any,
     ) -> nn.Module:
-        net = float_net(norms=norms, dropout=dropout, seed=seed, width=width).to(dtype)
-        calibration = images(16, seed=99)[0].to(dtype)
-        return prepare(net, QuantConfig(bit_choices=bit_choices, **config), calibration)
+        net = float_net(norms=norms, dropout=dropout, seed=seed, width=width)
+        calibration = images(16, seed=99)[0]
+        return prepare(net, QuantConfig(bit_choices=bit_choices, **config), calibration).to(dtype)
 
     return make
 

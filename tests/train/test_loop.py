@@ -470,10 +470,10 @@ def test_without_rich_there_are_lines_of_log(
     make_model: MakeModel, make_data: MakeData, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_rich(monkeypatch)
-    data = make_data()
+    model, data = make_model(BITS), make_data()
     with caplog.at_level(logging.INFO, "bitdial"):
         train(
-            make_model(BITS),
+            model,
             data,
             TrainConfig(epochs=2),
             evaluate_on=[(data.inputs, data.targets)],

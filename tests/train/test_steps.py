@@ -556,7 +556,7 @@ class Twice(nn.Module):
 def test_a_scale_of_two_layers_goes_with_the_first(reading: str) -> None:
     torch.manual_seed(3)
     inputs, targets = torch.randn(12, 6).double(), torch.randint(0, 6, (12,))
-    model = prepare(Twice().double(), QuantConfig(bit_choices=(2,)), inputs)
+    model = prepare(Twice(), QuantConfig(bit_choices=(2,)), inputs.float()).double()
     scales = {name: p for name, p in model.named_parameters() if "quantizer" in name}
     shared, first, second = "one.weight_quantizer.scale", "one.act_quantizer.scales.2", "two.act_quantizer.scales.2"
     assert list(scales) == [shared, first, second]
