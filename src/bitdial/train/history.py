@@ -24,8 +24,9 @@ class History:
     ended: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The history as JSON values."""
-        return {"layers": self.layers, "rows": self.rows, "gradients": self.gradients, "ended": self.ended}
+        """The history as JSON values; `ended` only if there is something to say."""
+        whole = {"layers": self.layers, "rows": self.rows, "gradients": self.gradients}
+        return whole if self.ended is None else {**whole, "ended": self.ended}
 
     def sample_gradients(self, step: int, report: StepReport) -> None:
         """Keep the largest scale gradients of a step."""
