@@ -55,7 +55,7 @@ wheel-test: $(STAMP)  ## build the wheel, install it into an empty environment, 
 
 docs: $(STAMP)  ## the documentation as pages in site/; a broken link is an error
 	$(PY) docs/pages.py
-	$(PY) -m mkdocs build --quiet
+	$(PY) -m mkdocs build  # --quiet would turn strict off
 
 lint: $(STAMP)  ## ruff check, ruff format --check, mypy
 	$(PY) -m ruff check .

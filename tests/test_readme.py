@@ -406,3 +406,17 @@ def test_documented_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", page("Makefile"), re.M))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)\b", page("README.md"), re.M))
     assert {"demo", "test"} <= named <= targets
+
+
+def test_troubleshooting_quotes_messages_of_the_sources() -> None:
+    texts = [
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    quoted = re.findall(r"^\| `(.+?)` \|", page("docs/troubleshooting.md"), re.M)
+    assert len(quoted) > 20
+    for message in quoted:
+        for part in message.split("..."):
+            assert any(part.strip() in text for text in texts), f"no source says {part!r}"
