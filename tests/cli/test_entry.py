@@ -87,7 +87,7 @@ def test_inspect_works_in_a_bare_install(file: Path) -> None:
     ("words", "extra"),
     [
         (["eval", "FILE"], "demo"),
-        (["demo", "--out", "OUT"], "report"),
+        (["demo", "--out", "OUT"], "demo"),
         (["demo", "--mixed", "--out", "OUT"], "search"),
         (["train", "digits", "--out", "OUT"], "demo"),
         (["export", "FILE", "--onnx", "OUT"], "onnx"),
@@ -115,7 +115,7 @@ def test_extras_in_messages_bring_what_they_say() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     named = re.findall(r'raise MissingDependencyError\.missing\("(\w+)", (?:[\w.]+ or )?"([\w-]+)"\)', sources)
     assert len(named) == sources.count("raise MissingDependencyError.missing("), "one is written in another way"
-    assert {extra for extra, _ in named} >= {"demo", "search", "report", "onnx", "hf"}
+    assert {extra for extra, _ in named} >= {"demo", "search", "onnx", "hf", "tensorboard"}
     for extra, package in named:
         assert package in brings[extra], (extra, package)
     assert set(re.findall(r"bitdial\[(\w+)\]", sources)) - {"extra"} <= set(extras)

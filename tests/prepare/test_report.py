@@ -34,6 +34,17 @@ from bitdial.prepare.report import FloatLayer, ModelReport
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+class Odd(nn.Module):
+    """Two matrices of its own, in a class that bitdial does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.one) @ self.two
+
+
 class Net(nn.Module):
     """Something of everything: tied and unknown layers, a norm with sets and one without."""
 
@@ -43,12 +54,12 @@ class Net(nn.Module):
         self.norm, self.alone = nn.BatchNorm2d(8), nn.BatchNorm2d(3)
         self.left, self.right, self.kept = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.right.weight = self.left.weight
-        self.rnn, self.head = nn.RNN(8, 8, batch_first=True), nn.Linear(8, 3)
+        self.odd, self.head = Odd(), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.relu(self.norm(self.a(torch.relu(self.stem(x))))).flatten(2).transpose(1, 2)
         y = self.kept(self.right(self.left(y)))
-        return self.head(self.rnn(y)[0][:, -1]) + self.alone(x).sum()
+        return self.head(self.odd(y)[:, -1]) + self.alone(x).sum()
 
 
 def config(**settings: Any) -> QuantConfig:
@@ -64,15 +75,15 @@ def made(**settings: Any) -> nn.Module:
 def test_a_report_says_what_was_done(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "bitdial"):
         report = describe(made())
-    stem, a, square, rnn, head = 3 * 4 * 9, 4 * 8 * 9, 64, 128, 24
-    assert (report.quantised_weights, report.weights) == (a + square, stem + a + 2 * square + rnn + head)
+    stem, a, square, odd, head = 3 * 4 * 9, 4 * 8 * 9, 64, 128, 24
+    assert (report.quantised_weights, report.weights) == (a + square, stem + a + 2 * square + odd + head)
     pixels = {"stem": 36, "a": 16}
-    total = 2 * (pixels["stem"] * stem + pixels["a"] * (a + 3 * square + rnn) + head)
+    total = 2 * (pixels["stem"] * stem + pixels["a"] * (a + 3 * square + odd) + head)
     assert (report.quantised_multiply_adds, report.multiply_adds) == (2 * pixels["a"] * (a + 2 * square), total)
     assert report.quantised_layers == ("a", "left", "right")
     assert (report.first_layers, report.last_layers, report.ends_by_order) == (("stem",), ("head",), ())
     assert {layer.name: layer.type for layer in report.float_layers} == {
-        "stem": "Conv2d", "kept": "Linear", "rnn": "RNN", "head": "Linear"
+        "stem": "Conv2d", "kept": "Linear", "odd": "Odd", "head": "Linear"
     }  # fmt: skip
     assert FloatLayer("kept", "Linear", 64, "is kept by Rule(pattern='kept', quantize=False)") in report.float_layers
     assert report.switched_norms == ("norm",)
@@ -120,9 +131,9 @@ def test_a_report_is_plain_data_and_a_table() -> None:
     assert str(again) == str(report)
     lines = str(report).splitlines()
     assert lines[0] == "weights        352 of 676 (52.1%) quantised, in 3 layers"
-    row = next(line for line in lines if line.startswith("rnn"))
-    assert row.split()[:3] == ["rnn", "128", "18.9%"]
-    assert "is of type RNN, which bitdial does not know" in row
+    row = next(line for line in lines if line.startswith("odd"))
+    assert row.split()[:3] == ["odd", "128", "18.9%"]
+    assert "is of type Odd, which bitdial does not know" in row
     assert any(line.split()[:3] == ["alone", "no", "quantised"] for line in lines)
     assert sum(line.startswith("warning: ") for line in lines) == 2
     assert all(f"{size:,} at {bits} bits" in str(report) for bits, size in report.width_bytes.items())
