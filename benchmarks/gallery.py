@@ -45,6 +45,7 @@ from bitdial import (
     QuantConfig,
     TrainConfig,
     code_exact,
+    describe,
     export_onnx,
     load,
     load_trainable,
@@ -55,8 +56,8 @@ from bitdial import (
 )
 from bitdial.dial.dial import dialled_layers
 from bitdial.files.atomic import write_json
-from bitdial.nn import SwitchableBatchNorm, kind_of, nearest_kind
 from bitdial.prepare.model_call import call
+from bitdial.prepare.report import ModelReport
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "results" / "gallery.json"
@@ -134,10 +135,10 @@ def _prepare(row: Row, case: Case) -> nn.Module:
     weights = {layer.weight: layer.weight.numel() for layer in layers.values()}
     row["quantised_share"] = round(sum(weights.values()) / row["parameters"], 4)
     row["quantised_layers"] = len(layers)
-    row["float_layers"] = _float_layers(model, set(layers), row["warnings"])
-    norms = [m for m in model.modules() if getattr(m, "running_mean", None) is not None]
-    row["norms"] = len(norms)
-    row["switched_norms"] = sum(isinstance(m, SwitchableBatchNorm) for m in prepared.modules())
+    report = describe(prepared)
+    row["float_layers"] = _float_layers(report)
+    row["switched_norms"] = len(report.switched_norms)
+    row["norms"] = row["switched_norms"] + len(report.kept_norms)
     with torch.no_grad():
         if not _equal(before, call(model, case.inputs)):
             raise AssertionError("prepare changed the float model")
@@ -145,27 +146,13 @@ def _prepare(row: Row, case: Case) -> nn.Module:
     return prepared
 
 
-def _float_layers(model: nn.Module, quantised: set[str], warnings: list[str]) -> dict[str, list[str]]:
-    """The modules that keep a matrix in float, by the reason."""
+def _float_layers(report: ModelReport) -> dict[str, list[str]]:
+    """The modules that keep a matrix in float, by the reason that `prepare` gives."""
     found: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if name not in quantised and any(p.dim() > 1 for p in module.parameters(recurse=False)):
-            told = [text.partition(f"layer {name!r} ")[2] for text in warnings if f"layer {name!r} " in text]
-            found.setdefault(_reason(module, told), []).append(name or "the model itself")
+    for layer in report.float_layers:
+        reason = layer.reason.partition(";")[0].partition(":")[0].partition(", which")[0]
+        found.setdefault(f"{layer.type} {reason}", []).append(layer.name)
     return found
-
-
-def _reason(module: nn.Module, told: list[str]) -> str:
-    """Why `module` stays in float, given what `prepare` told of it."""
-    kind, near, what = kind_of(module), nearest_kind(module), type(module).__name__
-    if kind is not None and kind.gathers:
-        return f"{what}: quantised only by a rule"
-    if near is None and any(True for _ in module.children()):
-        return f"{what}: parameters of its own, outside a layer"
-    if kind is None:
-        other = f"computes otherwise than nn.{near.name}" if near else "no kind of layer that bitdial quantises"
-        return f"{what}: {other}"
-    return f"{what}: {told[0].split(';')[0]}" if told else "first or last layer"
 
 
 def _train(prepared: nn.Module, case: Case) -> None:

@@ -38,7 +38,7 @@ def test_rows_of_tiny_models(gallery: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert row["trained_equals_live"] is row["trainable_equals_live"] is row["integer_equals_exact"] is True
     assert row["quantised_share"] == pytest.approx(24 * 24 / (8 * 24 + 24 + 24 * 24 + 24 + 24 * 10 + 10), abs=1e-4)
     assert row["onnx_max_difference"] < 1e-5
-    assert row["float_layers"] == {"first or last layer": ["first", "head"]}
+    assert row["float_layers"] == {"Linear is a first layer": ["first"], "Linear is a last layer": ["head"]}
     row = gallery.measure("own", "weight norm")
     assert "prepare refused: ConfigError: layer 'layers.2'" in row["note"]
     assert row["trained_equals_live"] is row["onnx_max_difference"] is None

@@ -43,6 +43,17 @@ def test_every_set_starts_as_the_float_norm() -> None:
         assert torch.equal(switch(x), norm(x))
 
 
+def test_what_models_read_of_a_norm_is_that_of_the_set_in_use() -> None:
+    norm: Any = SwitchableBatchNorm(nn.BatchNorm2d(3, eps=0.5), bit_choices=(8, 4), follows="conv")
+    norm.sets["4"].running_mean.fill_(2.0)
+    assert (norm.num_features, norm.eps, norm.running_mean.tolist()) == (3, 0.5, [0.0] * 3)
+    norm.select_set(4)
+    assert copy.deepcopy(norm).running_mean.tolist() == norm.running_mean.tolist() == [2.0] * 3
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = norm.nothing
+    assert set(norm.state_dict()) == {f"sets.{b}.{key}" for b in (8, 4) for key in nn.BatchNorm2d(3).state_dict()}
+
+
 def test_only_the_selected_set_learns_statistics() -> None:
     norm = trained_norm()
     switch = switchable(norm)

@@ -58,6 +58,12 @@ class SwitchableBatchNorm(nn.Module):
         """Normalise with the set in use, which takes the same arguments."""
         return self.active(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What models read of a norm (`num_features`, `running_mean`) is that of the set in use."""
+        if name in self.__dict__.get("_modules", ()) or "sets" not in self.__dict__.get("_modules", ()):
+            return super().__getattr__(name)
+        return getattr(self.active, name)
+
     def extra_repr(self) -> str:
         return f"follows={self.follows!r}"
 

@@ -129,6 +129,9 @@ def find_ends(model: nn.Module, weights: Weights, layers: Mapping[str, nn.Module
         for name, layer in layers.items():
             hook = layer.register_forward_hook(functools.partial(count, name), with_kwargs=True)
             stack.callback(hook.remove)
+        for parameter in [p for p in model.parameters() if p.requires_grad]:  # the counter would put hooks on them
+            parameter.requires_grad_(False)
+            stack.callback(parameter.requires_grad_, True)
         counter = _multiply_add_counter()
         with evaluating(model), counter, flow:
             flow.start(batch)
