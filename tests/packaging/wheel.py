@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "bitdial"
-EXPECTED = {"numpy", "safetensors", "torch"}
+EXPECTED = {"filelock", "numpy", "safetensors", "torch"}
 
 
 def main() -> None:
@@ -89,6 +89,7 @@ def use(wheel: Path, place: Path) -> None:
     (place / "ten_lines.py").write_text(block[1], encoding="utf-8")
     printed = run(str(tools / "python"), "-W", "error", "ten_lines.py", cwd=place)
     assert re.findall(r"^(\d) tensor", printed, re.M) == ["8", "6", "4", "3", "2"], printed
+    assert "What prepare made of the model" in run(str(tools / "bitdial"), "inspect", "model.safetensors", cwd=place)
     found = json.loads(run(str(tools / "bitdial"), "inspect", "model.safetensors", "--json", cwd=place))
     assert found["file"] == "model.safetensors"
     where = run(str(tools / "python"), "-c", "import bitdial; print(bitdial.__file__)", cwd=place)
