@@ -21,6 +21,7 @@ FULL = QuantConfig(
     per_channel=False,
     group_scales="float",
     activations="asymmetric",
+    attention="quantized",
     start="3std",
     scale_gradient="printed",
     keep_first_last=False,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
+from bitdial.artifact.sites import sites_there
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.nn import BATCH_NORMS, SwitchableBatchNorm
 from bitdial.nn.decompose import decompose_again
@@ -42,7 +43,11 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
         if "SyncBatchNorm" in (entry["type"], found["type"]) and {entry["type"], found["type"]} <= plain:
             del entry["type"]  # one trains on many devices what the other runs
         _compare(f"norm {name!r}", {"state": None, **entry}, found)
-    return layers, norms, _fit_floats(artifact, model, (*layers.values(), *norms.values()))
+    return (
+        layers,
+        norms,
+        _fit_floats(artifact, model, (*layers.values(), *norms.values(), *sites_there(artifact, model))),
+    )
 
 
 def _find(model: nn.Module, name: str, what: str) -> nn.Module:

@@ -57,6 +57,11 @@ class Artifact:
         return self.manifest["norms"]
 
     @property
+    def sites(self) -> dict[str, dict[str, Any]]:
+        """The table of quantizers that belong to no layer: those of attention products."""
+        return self.manifest.get("sites", {})
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """Whatever figures were stored with the model."""
         return self.manifest["metrics"]

@@ -19,6 +19,7 @@ from bitdial.artifact.format import (
     check_sensitivity,
 )
 from bitdial.artifact.graph import check_graph_entry
+from bitdial.artifact.sites import check_sites
 from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
@@ -101,7 +102,7 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        known = ("decomposed", "graph", "report") if version == VERSION else ()
+        known = ("decomposed", "graph", "report", "sites") if version == VERSION else ()
         optional: dict[str, type] = {key: dict for key in known if key in manifest}
         _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
@@ -123,6 +124,9 @@ class _Checker:
             self._layer(name, entry)
         for name, entry in manifest["norms"].items():
             self._norm(name, entry)
+        check_sites(self.artifact)
+        for name in self.artifact.sites:
+            self._scale(f"{name}/act_scale", (len(self.artifact.bit_choices),))
         self._floats()
         self._plans()
         if manifest["sensitivity"] is not None:

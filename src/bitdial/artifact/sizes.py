@@ -5,6 +5,7 @@ from typing import Any
 
 from bitdial.artifact.format import FLOAT, Artifact
 from bitdial.nn import TRANSITIONS, UNKNOWN
+from bitdial.prepare.sizes import SITE_BYTES
 
 
 def sizes(artifact: Artifact) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
         one_set += tensor.nbytes // len(tensor) if kind == "norms" else 0
     separate = {}
     for bits in artifact.bit_choices:
-        one = parts["float"] + one_set
+        one = parts["float"] + one_set + SITE_BYTES * len(artifact.sites)
         for name, entry in artifact.layers.items():
             if "tied_to" not in entry:
                 one += math.ceil(math.prod(entry["shape"]) * bits / 8)

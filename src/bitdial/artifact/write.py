@@ -30,7 +30,7 @@ from bitdial.errors import ArtifactError, PlanError
 from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
-from bitdial.nn import UNKNOWN, QuantLayer, SwitchableBatchNorm, WeightQuantizer
+from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.nn.decompose import decomposed_modules
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
@@ -63,8 +63,15 @@ def save(
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
     layer_tensors, table = _layer_table(layers)
     norm_tensors, norm_table = _norm_table(norms, layers)
-    floats, aliases = float_state(model, (*layers.values(), *norms.values()))
-    tensors = {**layer_tensors, **norm_tensors, **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()}}
+    sites = {n: m for n, m in model.named_modules() if isinstance(m, ActivationSite)}
+    site_tensors, site_table = _site_table(sites, layers)
+    floats, aliases = float_state(model, (*layers.values(), *norms.values(), *sites.values()))
+    tensors = {
+        **layer_tensors,
+        **norm_tensors,
+        **site_tensors,
+        **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()},
+    }
     _check_values(tensors)
     for name, plan in (plans or {}).items():
         if not isinstance(plan, BitPlan):
@@ -92,6 +99,8 @@ def save(
     }
     if decomposed := decomposed_modules(model):
         manifest["decomposed"] = decomposed
+    if site_table:
+        manifest["sites"] = site_table
     if (graph := graph_entry(model, (*layers, *norms))) is not None:
         manifest["graph"] = graph
     if isinstance(report := getattr(model, REPORT, None), ModelReport):
@@ -183,6 +192,17 @@ def _norm_table(
         table[name] = norm_table_entry(norm.active) | leaders
         if norm.transitions == "statistics":
             table[name]["transitions"] = norm.transitions
+    return tensors, table
+
+
+def _site_table(
+    sites: Mapping[str, ActivationSite], layers: Mapping[str, QuantLayer]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    table: dict[str, Any] = {}
+    for name, site in sites.items():
+        tensors[f"{name}/act_scale"] = torch.cat([site.quantizer.scales[str(b)] for b in site.bit_choices])
+        table[name] = {"follows": _name_here(name, site.follows, layers), "kind": site.quantizer.kind}
     return tensors, table
 
 

@@ -12,7 +12,7 @@ from bitdial.dial.plan import BitPlan, LayerBits, as_plan, resolve_bits, shorten
 from bitdial.errors import PlanError
 
 Steps = TypeVar("Steps")
-Selection = dict[str, tuple[int, int]]  # what each layer's `select_bits`, or each norm's `select_set`, is to be given
+Selection = dict[str, tuple[int, int]]  # what each layer's `select_bits`, or each follower's `select_set`, gets
 STORED_PLANS = "_bitdial_plans"  # the attribute by which a loaded model knows its file's plans: {name: BitPlan}
 SWITCHBOARD = "_bitdial_switchboard"  # that of a model whose parts are switched all at once: a Board
 MOST_REMEMBERED = 64  # plans that a Board remembers
@@ -30,8 +30,12 @@ class DialledLayer(Protocol):
         ...
 
 
-class FollowingNorm(Protocol):
-    """What a norm offers that has a set per width: the layer it follows, and how to change the set."""
+class Follower(Protocol):
+    """What a module offers that has a set per width: the layer it follows, and how to change the set.
+
+    It goes by the layer's weight bits, as norms do; or by its activation bits, if it has a true `follows_activations`.
+    A transitional norm goes by the weight bits of a second layer too, which it names by `fed_by`.
+    """
 
     follows: str
 
@@ -41,7 +45,7 @@ class FollowingNorm(Protocol):
 
 
 class Board(Generic[Steps]):
-    """The layers and norms of a model that `set_bits` switches, by name, and how. Abstract.
+    """The layers of a model that `set_bits` switches, and what follows them, by name, and how. Abstract.
 
     A model has one, by the name SWITCHBOARD, if its parts are switched all at once. It is made when the model is and
     remembers the plans that it has checked, with the steps that they take.
@@ -49,16 +53,16 @@ class Board(Generic[Steps]):
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.layers: dict[str, DialledLayer] = {}
-        self.norms: dict[str, FollowingNorm] = {}
+        self.followers: dict[str, Follower] = {}
         self._remembered: dict[BitPlan, Steps] = {}
         if model is not None:
             self.register(model)
 
     def register(self, model: nn.Module) -> None:
-        """Take the layers and norms of `model` for those that `set_bits` switches."""
+        """Take the layers and followers of `model` for those that `set_bits` switches."""
         modules = dict(unwrap(model).named_modules())
         self.layers = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_bits")}
-        self.norms = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_set")}
+        self.followers = {name: cast(Any, m) for name, m in modules.items() if hasattr(type(m), "select_set")}
         self._remembered.clear()
 
     def set_bits(self, bits: "LayerBits | BitPlan") -> None:
@@ -75,14 +79,14 @@ class Board(Generic[Steps]):
     def choose(self, plan: "BitPlan") -> Selection:
         """What `plan` selects, layers first; checks everything."""
         chosen = resolve_bits({name: layer.bit_choices for name, layer in self.layers.items()}, plan)
-        return {**chosen, **{name: _widths(name, norm, chosen) for name, norm in self.norms.items()}}
+        return {**chosen, **{name: _widths(name, each, chosen) for name, each in self.followers.items()}}
 
     def select(self, name: str, first: int, second: int) -> None:
-        """Switch one layer or norm by itself."""
+        """Switch one layer or follower by itself."""
         if name in self.layers:
             self.layers[name].select_bits(first, second)
         else:
-            self.norms[name].select_set(first, second)
+            self.followers[name].select_set(first, second)
 
     def fixed(self) -> list[Tensor]:
         """The tensors, beside those of modules, that no switch changes."""
@@ -172,30 +176,33 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
     """Switch `model` in place: one width, a pair (weight bits, activation bits), a BitPlan, or a stored plan's name.
 
     A loaded model knows the plans of its file by name, such as "3.0 bits". Everything is checked before anything
-    changes. Batch norms follow the weight bits of the layer that feeds them.
+    changes. Batch norms follow the weight bits of the layer that feeds them, quantizers of
+    attention products the activation bits of a layer of that attention.
     """
     board = _board(model)
     board.set_bits(_stored_plan(model, bits) if isinstance(bits, str) else bits)
 
 
-def _widths(name: str, norm: FollowingNorm, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
-    """The weight bits of the layer that a norm follows and, for a transitional one, of the layer that feeds that."""
-    bits = chosen[leader_of(name, norm.follows, chosen)][0]
-    fed_by = getattr(norm, "fed_by", None)
+def _widths(name: str, follower: Follower, chosen: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """What `follower` is to be given; for a transitional norm, also the weight bits of the layer that feeds its own."""
+    bits, act_bits = chosen[leader_of(name, follower.follows, chosen)]
+    if getattr(follower, "follows_activations", False):
+        return act_bits, act_bits
+    fed_by = getattr(follower, "fed_by", None)
     return bits, bits if fed_by is None else chosen[leader_of(name, fed_by, chosen)][0]
 
 
-def leader_of(norm: str, follows: str, layers: Mapping[str, object]) -> str:
-    """The name in this tree of the layer that a norm follows: the prepared model may lie inside another."""
+def leader_of(follower: str, follows: str, layers: Mapping[str, object]) -> str:
+    """The name in this tree of the layer that a module follows: the prepared model may lie inside another."""
     if follows in layers:
         return follows
-    parts = norm.split(".")
+    parts = follower.split(".")
     for depth in range(1, len(parts)):
         name = ".".join([*parts[:depth], follows])
         if name in layers:
             return name
     raise PlanError(
-        f"norm {norm!r} follows layer {follows!r}, which is not in this module; call set_bits on the "
+        f"{follower!r} follows layer {follows!r}, which is not in this module; call set_bits on the "
         "prepared model itself"
     )
 

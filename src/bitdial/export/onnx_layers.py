@@ -22,7 +22,7 @@ from bitdial.errors import ExportError
 from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy
-from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn import ActivationSite, SwitchableBatchNorm
 from bitdial.nn.recurrent import Recurrent
 from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
@@ -41,54 +41,34 @@ def traceable_copy(model: nn.Module, opset: int) -> nn.Module:
                 f"{name!r} is an LSTM with proj_size={module.proj_size}, which ONNX's LSTM does not have; export a "
                 "model without projections"
             )
-    made = plain_copy(model, {layer: OnnxLayer(layer, name, opset) for name, layer in layers.items()})
+    instead: dict[nn.Module, nn.Module] = {layer: OnnxLayer(layer, name, opset) for name, layer in layers.items()}
+    for name, module in unwrap(model).named_modules():
+        if isinstance(module, ActivationSite):
+            instead[module] = OnnxSite(module, name, opset)
+    made = plain_copy(model, instead)
     swap_modules(made, {norm: norm.active for norm in made.modules() if isinstance(norm, SwitchableBatchNorm)})
     return made.cpu().eval().requires_grad_(False)
 
 
-class OnnxLayer(nn.Module):
-    """A live layer in ONNX operators: its codes and scales at the widths that it has selected."""
+class OnnxNodes(nn.Module):
+    """A part of a model in ONNX operators, which may quantise its input. Abstract."""
 
-    weight: Any = property(lambda self: HiddenWeight(self.name, self.weight_shape, self.weight_step))
+    name: str
+    opset: int
+    weight_bits: int
+    act_bits: int
+    quantizes_input = False
 
-    def __init__(self, layer: LiveLayer, name: str, opset: int):
-        super().__init__()
-        self.kind, self.name, self.opset = layer.kind, name, opset
-        for key in (*layer.kind.sizes, *layer.kind.settings):
-            setattr(self, key, getattr(layer, key))
-        self.weight_shape, self.bias = layer.weight_shape, layer.bias
-        self.weight_bits, self.act_bits = layer.weight_bits, layer.act_bits
-        codes, bits = layer.codes, layer.weight_bits
-        at_bits = codes.weight_codes(bits)
-        self.register_buffer("weight_codes", at_bits.clone())
-        step, self.block_size = _blocks(codes.step(bits), at_bits)
-        self.register_buffer("weight_step", step)
-        self.offset = codes.offset(bits)
-        if self.offset:
-            each = step if self.block_size else bf.spread(step.reshape(-1), at_bits)
-            self.register_buffer("weight_offset", each * self.offset)
-        keep_attributes(self, layer)
-        self.quantizes_input = layer.quantizes_input
-        if self.quantizes_input:
-            self._attach_input(layer)
-
-    def _attach_input(self, layer: LiveLayer) -> None:
-        parameters = layer.codes.act_parameters(layer.act_bits)
-        scale, zero_point = (None if part is None else part.reshape(()).clone() for part in parameters)
-        assert scale is not None
-        signed = layer.codes.act_kind == "signed"
-        zero = torch.zeros_like(scale) if zero_point is None else zero_point
+    def attach_input(self, scale: Tensor, zero_point: Tensor | None, *, bits: int, signed: bool) -> None:
+        """Quantise the input by these from now on."""
+        scale = scale.reshape(()).clone()
+        self.quantizes_input, self.act_bits = True, bits
+        zero = torch.zeros_like(scale) if zero_point is None else zero_point.reshape(())
         self.register_buffer("act_scale", scale)
         self.register_buffer("act_zero_point", zero.to(torch.int8 if signed else torch.uint8))
-        least, most = bf.code_range(layer.act_bits, signed=signed)
+        least, most = bf.code_range(bits, signed=signed)
         self.register_buffer("act_least", (least - zero) * scale)
         self.register_buffer("act_most", (most - zero) * scale)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """The product of the dequantised input with the dequantised weight."""
-        weight = self.kind.from_rows(self, self.onnx_weight())
-        y = self.kind.product(self, self.onnx_input(input), weight, None)
-        return y if self.bias is None else y + self.kind.over_channels(self.bias)
 
     def _operator(self, name: str, inputs: tuple[Any, ...], like: Tensor, part: str, **attributes: Any) -> Tensor:
         """The ONNX operator `name`, whose result has the shape of `like` and is float, or codes if it quantises."""
@@ -115,6 +95,39 @@ class OnnxLayer(nn.Module):
         codes = self._operator("QuantizeLinear", (x, self.act_scale, self.act_zero_point), x, INPUT)
         return self._operator("DequantizeLinear", (codes, self.act_scale, self.act_zero_point), x, INPUT)
 
+
+class OnnxLayer(OnnxNodes):
+    """A live layer in ONNX operators: its codes and scales at the widths that it has selected."""
+
+    weight: Any = property(lambda self: HiddenWeight(self.name, self.weight_shape, self.weight_step))
+
+    def __init__(self, layer: LiveLayer, name: str, opset: int):
+        super().__init__()
+        self.kind, self.name, self.opset = layer.kind, name, opset
+        for key in (*layer.kind.sizes, *layer.kind.settings):
+            setattr(self, key, getattr(layer, key))
+        self.weight_shape, self.bias = layer.weight_shape, layer.bias
+        self.weight_bits, self.act_bits = layer.weight_bits, layer.act_bits
+        codes, bits = layer.codes, layer.weight_bits
+        at_bits = codes.weight_codes(bits)
+        self.register_buffer("weight_codes", at_bits.clone())
+        step, self.block_size = _blocks(codes.step(bits), at_bits)
+        self.register_buffer("weight_step", step)
+        self.offset = codes.offset(bits)
+        if self.offset:
+            each = step if self.block_size else bf.spread(step.reshape(-1), at_bits)
+            self.register_buffer("weight_offset", each * self.offset)
+        keep_attributes(self, layer)
+        if layer.quantizes_input:
+            scale, zero_point = codes.act_parameters(layer.act_bits)
+            self.attach_input(scale, zero_point, bits=layer.act_bits, signed=codes.act_kind == "signed")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product of the dequantised input with the dequantised weight."""
+        weight = self.kind.from_rows(self, self.onnx_weight())
+        y = self.kind.product(self, self.onnx_input(input), weight, None)
+        return y if self.bias is None else y + self.kind.over_channels(self.bias)
+
     def onnx_weight(self) -> Tensor:
         """The weight's values, in rows, from its codes; without a zero-point, which is 0."""
         codes: Any = self.weight_codes
@@ -127,6 +140,20 @@ class OnnxLayer(nn.Module):
         if self.block_size:
             offset = offset.repeat_interleave(self.block_size, dim=1)
         return values + offset
+
+
+class OnnxSite(OnnxNodes):
+    """A quantizer that belongs to no layer, in ONNX operators."""
+
+    def __init__(self, site: ActivationSite, name: str, opset: int):
+        super().__init__()
+        self.name, self.opset = name, opset
+        signed = site.quantizer.kind == "signed"
+        self.attach_input(site.active_scale().detach(), None, bits=site.act_bits, signed=signed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` by way of its codes."""
+        return self.onnx_input(x)
 
 
 def _blocks(step: Tensor, codes: Tensor) -> tuple[Tensor, int]:

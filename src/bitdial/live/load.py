@@ -24,7 +24,7 @@ from bitdial.live.engines.packed import PackedEngine, PoolBoard, packed_words
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unsupported_reason
 from bitdial.live.layers import LiveLayer
 from bitdial.live.skeleton import built, copy_of
-from bitdial.live.trainable import trainable_layers
+from bitdial.live.trainable import put_sites, trainable_layers
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
 from bitdial.nn.single_width import watch_width
@@ -191,6 +191,7 @@ def _assemble(
     for name, norm in norms.items():
         new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
+    put_sites(artifact, model)
     setattr(model, STORED_PLANS, dict(artifact.plans))
     setattr(model, REPORT, artifact.report)
     set_bits(model, bits)

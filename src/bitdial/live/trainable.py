@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.artifact import Artifact
 from bitdial.errors import ArtifactError
-from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, WeightQuantizer
+from bitdial.nn import KINDS, QUANTIZED, ActivationQuantizer, ActivationSite, WeightQuantizer
 
 
 def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
@@ -14,15 +14,17 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
     masters: dict[str, tuple[nn.Parameter, WeightQuantizer]] = {}
     new: dict[nn.Module, nn.Module] = {}
     for name, layer in layers.items():
-        kind, owner = KINDS[artifact.layers[name]["type"]], artifact.owner(name)
+        entry, owner = artifact.layers[name], artifact.owner(name)
+        kind = KINDS[entry["type"]]
         if owner not in masters:
             weight = kind.from_rows(layer, _master_rows(artifact, owner)).contiguous()
             masters[owner] = nn.Parameter(weight), _weight_quantizer(artifact, owner)
         layer.weight, quantizer = masters[owner]
         if (bias := artifact.part(name, "bias")) is not None:
             layer.bias = nn.Parameter(bias.clone())
-        trainable = QUANTIZED[kind].from_float(layer, quantizer, _act_quantizer(artifact, name), name)
-        trainable.fed_by = artifact.layers[name]["fed_by"]
+        act_quantizer = act_quantizer_in(artifact, name, entry["activations"])
+        trainable = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
+        trainable.fed_by = entry["fed_by"]
         new[layer] = trainable
     return new
 
@@ -59,11 +61,25 @@ def _master_rows(artifact: Artifact, owner: str) -> Tensor:
     )
 
 
-def _act_quantizer(artifact: Artifact, name: str) -> ActivationQuantizer | None:
+def put_sites(artifact: Artifact, model: nn.Module) -> None:
+    """Put the quantizers of the file that belong to no layer into their places in `model`.
+
+    A live model has the same ones as a model that trains: they quantise and dequantise in float32, on every engine.
+    """
+    for name, entry in artifact.sites.items():
+        holder, _, part = name.rpartition(".")
+        quantizer, attention = act_quantizer_in(artifact, name, entry["kind"]), model.get_submodule(holder)
+        assert quantizer is not None
+        site = ActivationSite(quantizer, bit_choices=artifact.bit_choices, follows=entry["follows"])
+        setattr(attention, part, site.train(attention.training))
+
+
+def act_quantizer_in(artifact: Artifact, name: str, kind: str) -> ActivationQuantizer | None:
+    """The quantizer of the layer or site called `name`, of that `kind`; None if it has none."""
     scale, zero_point = artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
     if scale is None:
         return None
     widths = artifact.bit_choices
     zeros = None if zero_point is None else {b: z.float() for b, z in zip(widths, zero_point.split(1), strict=True)}
     scales = dict(zip(widths, scale.split(1), strict=True))
-    return ActivationQuantizer(scales, zeros, kind=artifact.layers[name]["activations"])
+    return ActivationQuantizer(scales, zeros, kind=kind)

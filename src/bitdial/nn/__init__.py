@@ -1,5 +1,6 @@
 """The modules of a prepared model."""
 
+from bitdial.nn.activation_site import ActivationSite
 from bitdial.nn.batchnorm import TRANSITIONS, SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KIND_OF, KINDS, LayerKind, kind_of, nearest_kind
 from bitdial.nn.layers import QUANTIZED, UNKNOWN, QuantConv2d, QuantLayer, QuantLinear
@@ -23,6 +24,7 @@ __all__ = [
     "TRANSITIONS",
     "UNKNOWN",
     "ActivationQuantizer",
+    "ActivationSite",
     "LayerKind",
     "QuantConv2d",
     "QuantLayer",

@@ -1,6 +1,7 @@
 """nn.MultiheadAttention taken apart: three plain Linear layers in front of the product, one behind it."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,8 @@ SETTINGS = (
     "_qkv_same_embed_dim",
 )
 WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")  # gone: its layers have them
+# Where operands of the two products can be quantised, and how: queries, keys, values, probabilities.
+SITES = {"quant_q": "signed", "quant_k": "signed", "quant_v": "signed", "quant_p": "unsigned"}
 STATE = r"in_proj_weight|in_proj_bias|[qkv]_proj_weight|bias_[kv]|out_proj\.(weight|bias)"
 
 
@@ -31,6 +34,9 @@ class Attention(nn.Module):
     Three layers and not one, so that attention of any sort is the same: queries, keys and values may come from
     different inputs, and be of different sizes. Each has activation scales and bits of its own. Inputs, masks and
     results are those of nn.MultiheadAttention.
+
+    The products of queries with keys, and of probabilities with values, are float products. `quantize_products` puts
+    quantizers in front of them; the weights that a call returns are then the quantised probabilities.
     """
 
     in_proj_bias = None  # PyTorch's encoders look for it; None keeps them from their fast path
@@ -40,6 +46,10 @@ class Attention(nn.Module):
     dropout: float
     batch_first: bool
     add_zero_attn: bool
+    quant_q: nn.Module | None
+    quant_k: nn.Module | None
+    quant_v: nn.Module | None
+    quant_p: nn.Module | None
 
     def __init__(self, attention: nn.MultiheadAttention, parts: Parts):
         super().__init__()
@@ -51,6 +61,13 @@ class Attention(nn.Module):
             setattr(self, f"{name}_proj", linear(own, None if bias is None else parts.third(bias, place)))
         self.out_proj = attention.out_proj
         self.bias_k, self.bias_v = attention.bias_k, attention.bias_v
+        for site in SITES:
+            self.register_module(site, None)
+
+    def quantize_products(self, sites: Mapping[str, nn.Module]) -> None:
+        """Let `sites`, by the names of SITES, quantise the operands of both products."""
+        for name in SITES:
+            setattr(self, name, sites[name])
 
     def forward(
         self,
@@ -68,7 +85,8 @@ class Attention(nn.Module):
         batch_first = self.batch_first or not batched
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal says what attn_mask is, so there must be one")
-        causal = is_causal and key_padding_mask is None and not need_weights
+        explicit = need_weights or self.quant_p is not None  # PyTorch's kernel does not show the probabilities
+        causal = is_causal and key_padding_mask is None and not explicit
         q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
         if not batched:
             q, k, v = q[None], k[None], v[None]
@@ -78,11 +96,8 @@ class Attention(nn.Module):
         k, v, mask = self._extended(k, v, mask)
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
-        if need_weights:
-            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
-            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-            weights = F.dropout(weights, dropout) if dropout else weights
-            y = weights @ v
+        if explicit:
+            y, weights = self._products(q, k, v, mask, dropout)
         else:
             y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
         y = self.out_proj((y.transpose(1, 2) if batch_first else y.permute(2, 0, 1, 3)).flatten(2))
@@ -90,7 +105,19 @@ class Attention(nn.Module):
             weights = weights.mean(dim=1)
         if not batched:
             y, weights = y[0], None if weights is None else weights[0]
-        return y, weights
+        return y, weights if need_weights else None
+
+    def _products(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+        """Both products, and the probabilities as the second one takes them."""
+        k = k.transpose(-2, -1)  # before it is quantised: behind a quantizer, onnxruntime's own fusions fail on it
+        if self.quant_q is not None and self.quant_k is not None and self.quant_v is not None:
+            q, k, v = self.quant_q(q), self.quant_k(k), self.quant_v(v)
+        scores = (q * math.sqrt(1.0 / self.head_dim)) @ k
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        if self.quant_p is not None:
+            weights = self.quant_p(weights)
+        weights = F.dropout(weights, dropout) if dropout else weights
+        return weights @ v, weights
 
     def _heads(self, x: Tensor, batch_first: bool) -> Tensor:
         """(batch, length, width), or (length, batch, width), to (batch, heads, length, width of a head)."""

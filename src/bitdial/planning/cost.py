@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from bitdial.dial.dial import dialled_layers, leader_of, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits, resolve_bits
 from bitdial.errors import ConfigError, PlanError
-from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call, evaluating
-from bitdial.prepare.sizes import float_bytes, packed_bytes, state_bytes
+from bitdial.prepare.sizes import SITE_BYTES, float_bytes, packed_bytes, state_bytes
 
 # The keys of `Costs.of`, in the order in which they are shown; `latency` only where a table was given.
 QUANTITIES: tuple[str, ...] = (
@@ -126,7 +126,8 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     """Run the prepared `model` once on `sample` and note what each quantised layer contributes to a plan's cost.
 
     Operations and activations are counted for `sample` as a whole: pass one image for costs per image. `latency` is
-    {layer: {bits, or (weight bits, activation bits): time}}, measured by you, for every quantised layer.
+    {layer: {bits, or (weight bits, activation bits): time}}, measured by you, for every quantised layer. The products
+    of attention, which multiply no weight, are not counted.
     """
     model = unwrap(model)
     layers = prepared_layers(model)
@@ -134,6 +135,10 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     norm_bytes = dict.fromkeys(layers, 0)
     for name, norm in norms.items():
         norm_bytes[leader_of(name, norm.follows, layers)] += state_bytes(next(iter(norm.sets.values())))
+    sites = {n: m for n, m in model.named_modules() if isinstance(m, ActivationSite)}
+    site_bytes = dict.fromkeys(layers, 0)
+    for name, site in sites.items():
+        site_bytes[leader_of(name, site.follows, layers)] += SITE_BYTES
     owners: dict[Tensor, str] = {}
     table: dict[str, LayerCosts] = {}
     for name, (macs, inputs) in _count_operations(model, layers, sample).items():
@@ -149,7 +154,7 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
             out_channels=rows,
             macs=macs,
             inputs=inputs,
-            scale_bytes=scales + bias + act_bytes,
+            scale_bytes=scales + bias + act_bytes + site_bytes[name],
             norm_bytes=norm_bytes[name],
             quantises_input=act is not None,
             tied_to=None if owner == name else owner,
@@ -159,7 +164,7 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
     return Costs(
         layers=table,
         bit_choices={name: layer.bit_choices for name, layer in layers.items()},
-        float_bytes=float_bytes(model, [*layers, *norms]),
+        float_bytes=float_bytes(model, [*layers, *norms, *sites]),
         latency=latency,
     )
 

@@ -32,12 +32,12 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
     """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
-    multiplies = {name: bool((kind := kind_of(layer)) and kind.multiplies) for name, layer in layers.items()}
+    sampled = {name: (kind := kind_of(layer)) is None or kind.multiplies for name, layer in layers.items()}
 
     def record(name: str, x: Tensor, arguments: int) -> None:
         entry = seen.setdefault(name, LayerInput())
         entry.last_call, entry.arguments = next(calls), max(entry.arguments, arguments)
-        if not multiplies[name]:
+        if not sampled[name]:
             return
         flat = x.detach().reshape(-1)
         if flat.numel() == 0:

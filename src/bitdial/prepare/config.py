@@ -7,6 +7,7 @@ from bitdial.errors import ConfigError
 from bitdial.functional import ACTIVATION_KINDS, GROUP_SCALES, TIE_RULES, check_phase, scheme_of
 
 STARTS: tuple[str, ...] = ("mse", "3std", "lsq", "max")
+ATTENTION_PRODUCTS: tuple[str, ...] = ("float", "quantized")
 SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
 
 
@@ -60,6 +61,8 @@ class QuantConfig(Config):
     group_scales     'integer': a group's scale is a whole number from 1 to 15 times that of its channel, so that
                      integer kernels can add up whole channels; 'float': any number, for float activations only
     activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
+    attention        the products q k^T and p v of nn.MultiheadAttention: 'float', or 'quantized' (queries, keys and
+                     values signed, probabilities unsigned, at the activation bits of the attention's out_proj)
     start            starting scales: 'mse' (least squared error over the bit-widths), '3std' (weights mean +- 3 std,
                      activations the 99.9th percentile), 'lsq' (2 mean|x| / sqrt(Qp)) or 'max' (the full range: the
                      largest magnitude has the outermost code of the highest width, and nothing is clipped there)
@@ -77,6 +80,7 @@ class QuantConfig(Config):
     group_size: int | None = None
     group_scales: str = "integer"
     activations: str = "auto"
+    attention: str = "float"
     start: str = "mse"
     scale_gradient: str = "exact"
     keep_first_last: bool = True
@@ -94,6 +98,11 @@ class QuantConfig(Config):
         check_phase(self.scheme, self.bit_choices[0])
         check_choice("ties", self.ties, TIE_RULES)
         check_choice("activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
+        check_choice("attention", self.attention, ATTENTION_PRODUCTS)
+        if self.attention == "quantized" and self.activations == "float":
+            raise ConfigError(
+                "attention='quantized' quantises activations, and activations='float' says not to; drop one"
+            )
         check_choice("start", self.start, STARTS)
         check_choice("scale_gradient", self.scale_gradient, SCALE_GRADIENTS)
         if self.scale_gradient == "printed" and not scheme.shares_scale:

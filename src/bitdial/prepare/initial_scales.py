@@ -9,6 +9,8 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import QuantizationError
+from bitdial.nn import ActivationQuantizer
+from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.config import QuantConfig
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,25 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
         return (out - samples).square_().sum()
 
     return at(_minimise(error, _grid(magnitude.max(), 0.02, 1.1, 40), [], spacing=0.027))
+
+
+def act_quantizer_of(name: str, seen: LayerInput, kind: str, config: QuantConfig) -> ActivationQuantizer:
+    """A quantizer for what the layer called `name` has `seen`; `kind` is a kind of activations, or 'auto'."""
+    if kind == "auto":
+        kind = "unsigned" if seen.minimum >= 0 else "signed"
+    elif kind == "unsigned" and seen.minimum < 0:
+        log.warning(
+            "layer %r: activations are set to unsigned but calibration saw %g; negative values will read as 0",
+            name,
+            seen.minimum,
+        )
+    samples = torch.cat(seen.samples)
+    if config.start == "max":  # of all that was seen, not of a sample
+        samples = samples.new_tensor([seen.minimum, seen.maximum])
+    scales, zero_points = activation_start(
+        samples.float(), name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
+    )
+    return ActivationQuantizer(scales, zero_points, kind=kind)
 
 
 def _grid(like: Tensor, low: float, high: float, steps: int) -> list[Tensor]:

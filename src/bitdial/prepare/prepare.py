@@ -13,7 +13,6 @@ from bitdial.errors import ConfigError
 from bitdial.nn import (
     QUANTIZED,
     UNKNOWN,
-    ActivationQuantizer,
     LayerKind,
     QuantLayer,
     SwitchableBatchNorm,
@@ -24,9 +23,10 @@ from bitdial.nn.decompose import decompose
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput
+from bitdial.prepare.attention_products import quantize_products
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.copies import check_initialised, copy_to_prepare
-from bitdial.prepare.initial_scales import activation_start, weight_scales
+from bitdial.prepare.initial_scales import act_quantizer_of, weight_scales
 from bitdial.prepare.model_call import Batch
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.prepare.sizes import expected_bytes, float_bytes
@@ -66,12 +66,15 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     found = survey(model, config, batches)
     before, said = float_bytes(model, []), [*said, *found.warnings]
     new: dict[nn.Module, nn.Module] = {}
-    for name, layer in _quantized_layers(found.chosen, found.inputs, found.treatments, config).items():
+    layers = _quantized_layers(found.chosen, found.inputs, found.treatments, config)
+    for name, layer in layers.items():
         layer.fed_by = found.flow.feeders.get(name, UNKNOWN)
         new[found.chosen[name]] = layer
     for name, norm in found.norms.switch.items():
         follows = found.flow.leaders[name]
         new[norm] = SwitchableBatchNorm(norm, bit_choices=config.bit_choices, follows=follows)
+    if config.attention == "quantized":
+        said += quantize_products(model, layers, batches, config)
     swap_modules(model, new)
     watch_width(model)
 
@@ -115,7 +118,8 @@ def _quantized_layers(
         else:
             quantizer = made[owner].weight_quantizer
             _check_tied(name, kind, rows, scale_shape, owner, made[owner])
-        act_quantizer = _act_quantizer(name, inputs[name], treatment, config)
+        activations = treatment.activations
+        act_quantizer = None if activations == "float" else act_quantizer_of(name, inputs[name], activations, config)
         made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
     return made
 
@@ -148,26 +152,3 @@ def _weight_quantizer(name: str, rows: Tensor, scale_shape: tuple[int, ...], con
         group_scales=config.group_scales,
         scale_gradient=config.scale_gradient,
     )
-
-
-def _act_quantizer(
-    name: str, seen: LayerInput, treatment: Treatment, config: QuantConfig
-) -> ActivationQuantizer | None:
-    kind = treatment.activations
-    if kind == "float":
-        return None
-    if kind == "auto":
-        kind = "unsigned" if seen.minimum >= 0 else "signed"
-    elif kind == "unsigned" and seen.minimum < 0:
-        log.warning(
-            "layer %r: activations are set to unsigned but calibration saw %g; negative values will read as 0",
-            name,
-            seen.minimum,
-        )
-    samples = torch.cat(seen.samples)
-    if config.start == "max":  # of all that was seen, not of a sample
-        samples = samples.new_tensor([seen.minimum, seen.maximum])
-    scales, zero_points = activation_start(
-        samples.float(), name=name, bit_choices=config.bit_choices, kind=kind, start=config.start
-    )
-    return ActivationQuantizer(scales, zero_points, kind=kind)

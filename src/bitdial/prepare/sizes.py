@@ -4,7 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
+
+SITE_BYTES = 4  # the scale of one width
 
 
 def packed_bytes(elements: int, bits: int) -> int:
@@ -30,10 +32,12 @@ def expected_bytes(model: nn.Module) -> dict[str, Any]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLayer)}
     norms = {name: m for name, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
     widths = next(iter(layers.values())).bit_choices
-    rest = float_bytes(model, [*layers, *norms])
+    sites = [name for name, m in model.named_modules() if isinstance(m, ActivationSite)]
+    rest = float_bytes(model, [*layers, *norms, *sites])
     one_set = sum(state_bytes(norm.active) for norm in norms.values())
     together = rest + sum(_norm_bytes(norm) for norm in norms.values())
-    alone = dict.fromkeys(widths, rest + one_set)
+    together += SITE_BYTES * len(widths) * len(sites)
+    alone = dict.fromkeys(widths, rest + one_set + SITE_BYTES * len(sites))
     stored = set()
     for layer in layers.values():
         quantizer, act, elements = layer.weight_quantizer, layer.act_quantizer, layer.weight.numel()

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitdial.dial.dial import is_live, set_bits, unwrap
 from bitdial.errors import ConfigError
-from bitdial.nn import QuantLayer
+from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem, pairs
@@ -272,6 +272,7 @@ def _float_copy(model: nn.Module, layers: Sequence[str] | None) -> tuple[nn.Modu
     if quantised:
         set_bits(view, next(iter(quantised.values())).bit_choices[0])  # the norms' set
         swap_modules(view, {m: _float_layer(m) for m in view.modules() if isinstance(m, QuantLayer)})
+        swap_modules(view, {m: nn.Identity() for m in view.modules() if isinstance(m, ActivationSite)})
     view.requires_grad_(False)
     modules = dict(view.named_modules())
     weights: dict[str, Tensor] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.errors import TrainingError
-from bitdial.nn import QuantLayer
+from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem
 from bitdial.prepare.model_call import Batch, call
 
@@ -30,7 +30,7 @@ class ScaleGuard:
         self.names: list[str] = []
         self.scales: list[Tensor] = []
         for name, module in model.named_modules():
-            if isinstance(module, QuantLayer):
+            if isinstance(module, QuantLayer | ActivationSite):
                 for key, parameter in module.named_parameters():
                     if "quantizer.scale" in key and not any(parameter is s for s in self.scales):
                         self.names.append(f"{name}.{key}")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitdial.nn import QuantLayer
+from bitdial.nn import ActivationSite, QuantLayer
 
 
 def make_optimizer(
@@ -37,14 +37,12 @@ def step_at(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:
 
 def split_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The parameters of the quantizers, and all others; each parameter once, in the model's order."""
-    scales = [
-        parameter
-        for module in model.modules()
-        if isinstance(module, QuantLayer)
-        for quantizer in (module.weight_quantizer, module.act_quantizer)
-        if quantizer is not None
-        for parameter in quantizer.parameters()
-    ]
-    scales = list(dict.fromkeys(scales))
+    quantizers: list[nn.Module | None] = []
+    for module in model.modules():
+        if isinstance(module, QuantLayer):
+            quantizers += [module.weight_quantizer, module.act_quantizer]
+        elif isinstance(module, ActivationSite):
+            quantizers.append(module.quantizer)
+    scales = list(dict.fromkeys(p for each in quantizers if each is not None for p in each.parameters()))
     mine = set(scales)
     return scales, [p for p in model.parameters() if p not in mine and p.requires_grad]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import dialled_layers, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.nn import QuantLayer
+from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.model_call import Batch, call
 from bitdial.prepare.model_output import Output, selected
 from bitdial.sensitivity.result import Sensitivity, sensitivity_of
@@ -81,6 +81,7 @@ class JointStep:
         self.total_steps = steps_per_epoch * config.epochs
         self.step = 0
         self.layers = {n: m for n, m in dialled_layers(model).items() if isinstance(m, QuantLayer)}
+        self.sites = [m for m in unwrap(model).modules() if isinstance(m, ActivationSite)]
         if not self.layers:
             raise ConfigError("the model holds integers only (it was loaded to run); load_trainable(path) trains on")
         self.bit_choices = next(iter(self.layers.values())).bit_choices
@@ -322,10 +323,13 @@ class JointStep:
         return rate, dict(pairs)
 
     def _moving_scales(self) -> list[list[Tensor]]:
-        """The scales that took part in the last pass, by layer; one that layers share goes with the first."""
+        """The scales that took part in the last pass, by layer; one that layers share goes with the first.
+
+        A site of its own counts as a layer.
+        """
         found: list[list[Tensor]] = []
         seen: set[Tensor] = set()
-        for pair in self._active_scales():
+        for pair in (*self._active_scales(), *((None, site.active_scale()) for site in self.sites)):
             scales = [s for s in pair if s is not None and s.grad is not None and s not in seen]
             seen.update(scales)
             found += [scales] if scales else []

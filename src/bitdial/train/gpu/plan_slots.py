@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import set_bits
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
-from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
 from bitdial.train.config import TrainConfig
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
@@ -189,6 +189,8 @@ def unsupported_reason(model: nn.Module, fast: FastModel, config: TrainConfig) -
     layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
     norms = [m for m in model.modules() if isinstance(m, SwitchableBatchNorm)]
     quantizers = [q for layer in layers for q in (layer.weight_quantizer, layer.act_quantizer) if q is not None]
+    if any(isinstance(m, ActivationSite) for m in model.modules()):
+        return "the products of an attention are quantised"
     if not fast.covers([*layers, *norms]):
         return "a layer or norm is not on the fast path"
     if not all(layer.weight_quantizer.learns_row_scales for layer in layers):

@@ -108,7 +108,7 @@ class _Needs(NamedTuple):
 
 
 class Switchboard(Board[_Steps]):
-    """Switches the layers and norms of a model together. `layers` and `norms`: all that `set_bits` knows, by name."""
+    """Switches layers and norms together. `layers` and `followers`: all that `set_bits` knows, by name."""
 
     master: Tensor
     active: Tensor

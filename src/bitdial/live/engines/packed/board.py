@@ -21,7 +21,7 @@ class PoolBoard(Board[Selection]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "PoolBoard":
         """A board with a pool of its own, which is there before the layers that take their words from it."""
         new = memo[id(self)] = PoolBoard(copy.deepcopy(self.pool, memo))
-        new.layers, new.norms = copy.deepcopy((self.layers, self.norms), memo)
+        new.layers, new.followers = copy.deepcopy((self.layers, self.followers), memo)
         return new
 
     def attach(self, model: nn.Module) -> None:
