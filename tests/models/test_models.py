@@ -49,6 +49,7 @@ def scramble(model: nn.Module) -> None:
         ("resnet18", 11_689_512),
         ("resnet50", 25_557_032),
         ("mobilenet_v2", 3_504_872),
+        ("efficientnet_lite0", 4_652_008),
         ("resnet20", 272_474),
         ("cifar_resnet", 272_474),
         ("resnet56", 855_770),
@@ -162,6 +163,26 @@ def test_shortcuts_exist_only_where_the_shape_changes(name: str, expected: set[s
     assert ends == expected
 
 
+def test_strides_of_resnet50_may_be_on_the_first_convolution() -> None:
+    plain, first = build_model("resnet50"), build_model("resnet50", stride_first=True, norm_eps=1e-3)
+    for stage in range(1, 5):
+        a, b = plain.get_submodule(f"layer{stage}.0"), first.get_submodule(f"layer{stage}.0")
+        stride = 1 if stage == 1 else 2
+        assert [conv.stride[0] for conv in (a.conv1, a.conv2, b.conv1, b.conv2)] == [1, stride, stride, 1]
+    assert {m.eps for m in first.modules() if isinstance(m, nn.BatchNorm2d)} == {1e-3}
+    assert plain.state_dict().keys() == first.state_dict().keys()
+
+
+def test_strided_convolutions_of_efficientnet_pad_as_tensorflow_does() -> None:
+    """Of an even size, with one pixel more behind than before: the first window begins at the first pixel."""
+    model = build_model("efficientnet_lite0")
+    pads = {m.padding for m in model.modules() if isinstance(m, nn.ZeroPad2d)}
+    assert pads == {(0, 1, 0, 1), (1, 2, 1, 2)}
+    strided = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.stride != (1, 1)]
+    assert len(strided) == 5
+    assert all(m.padding == (0, 0) for m in strided)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "shape"),
     [
@@ -169,6 +190,8 @@ def test_shortcuts_exist_only_where_the_shape_changes(name: str, expected: set[s
         ("resnet18", {"num_classes": 5, "in_channels": 1}, (1, 33, 47)),
         ("resnet50", {"num_classes": 7}, (3, 64, 64)),
         ("mobilenet_v2", {"num_classes": 7}, (3, 64, 64)),
+        ("resnet50", {"num_classes": 7, "stride_first": True}, (3, 64, 64)),
+        ("efficientnet_lite0", {"num_classes": 7}, (3, 64, 64)),
         ("mobilenet_v2", {"num_classes": 10, "small_input": True, "width_mult": 0.5}, (3, 32, 32)),
         ("resnet20", {}, (3, 32, 32)),
         ("resnet56", {"num_classes": 100}, (3, 32, 32)),

@@ -22,7 +22,8 @@ FULL = QuantConfig(
     group_scales="float",
     activations="asymmetric",
     attention="quantized",
-    start="3std",
+    start="balanced",
+    importance={8: 2.0},
     scale_gradient="printed",
     keep_first_last=False,
     switch_norms=False,
@@ -266,3 +267,16 @@ def test_a_rule_may_set_the_group_size_alone() -> None:
     assert str(Rule(type="Linear", group_size=0)) == "Rule(type='Linear', group_size=0)"
     with pytest.raises(ConfigError, match=r"changes nothing.*group_size"):
         Rule(type="Linear")
+
+
+def test_importance_weighs_widths_of_a_balanced_start() -> None:
+    config = QuantConfig(start="balanced", importance={8: 2, "4": 0.5})
+    assert config.importance == {8: 2.0, 4: 0.5}
+    assert [config.importance_of(bits) for bits in (8, 6, 4, 2)] == [2.0, 1.0, 0.5, 1.0]
+    assert QuantConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(config) == hash(QuantConfig(start="balanced"))
+    for wrong in ({7: 1.0}, {8: 0}, {8: float("inf")}, {8: True}, {8: "2"}, {"x": 1.0}, [8], 2.0):
+        with pytest.raises(ConfigError, match="importance"):
+            QuantConfig(start="balanced", importance=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="start='balanced'"):
+        QuantConfig(importance={8: 2.0})

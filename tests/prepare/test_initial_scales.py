@@ -131,3 +131,54 @@ def test_the_starts_of_channels_are_what_they_were() -> None:
     three = np.maximum(abs(rows.mean(1) - 3 * rows.std(1)), abs(rows.mean(1) + 3 * rows.std(1))) / 128
     np.testing.assert_allclose(start_of(weight, (3,), start="3std").numpy(), three, rtol=1e-5)
     np.testing.assert_allclose(start_of(weight, (3,), start="max").numpy(), abs(rows).max(1) / 127, rtol=1e-6)
+
+
+# --- balanced -------------------------------------------------------------------------------------
+
+
+def errors_of(weight: Tensor, scale: Tensor, scheme: str, widths: tuple[int, ...] = BITS) -> Tensor:
+    """The squared errors (widths, rows), float64."""
+    high, rows = widths[0], weight.double()
+    at = [bf.fake_quantize(rows, scale.double(), high=high, low=low, scheme=scheme) for low in widths]
+    return torch.stack([(values - rows).square().sum(dim=1) for values in at])
+
+
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "centred"])
+def test_a_balanced_start_has_the_least_product_of_errors(scheme: str) -> None:
+    """Against every scale of a fine grid, up to what the search's own grid misses."""
+    weight = randn(6, 200) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1.0, 1.0])[:, None]
+    weight[4, 0] = 12.0  # an outlier
+    found = errors_of(weight, start_of(weight, (6,), scheme=scheme, start="balanced"), scheme).log().sum(dim=0)
+    reach = weight.abs().amax(dim=1) / 128
+    grid = [errors_of(weight, reach * r, scheme).log().sum(dim=0) for r in torch.linspace(0.1, 2.3, 221).tolist()]
+    least = torch.stack(grid).amin(dim=0)
+    assert bool((found <= least + 0.1).all()), found - least
+
+
+def test_no_width_pays_for_another() -> None:
+    """Where the sum of errors decides, 2 bits do, and 8 bits are clipped; balanced, 8 bits keep what they can."""
+    weight = randn(16, 400, seed=3)
+    alone = errors_of(weight, start_of(weight, (16,), bit_choices=(8,)), "double_rounding", (8,)).sum()
+    starts = (start_of(weight, (16,), start=start) for start in ("mse", "balanced"))
+    summed, balanced = (errors_of(weight, scale, "double_rounding").sum(dim=1) for scale in starts)
+    assert summed[0] > 20 * alone
+    assert balanced[0] < 4 * alone
+    assert balanced[-1] < 3 * summed[-1]
+
+
+def test_importance_moves_the_balance() -> None:
+    weight = randn(16, 400, seed=4)
+    errors = {}
+    for name, importance in {"even": {}, "high": {8: 8.0}, "low": {2: 8.0}}.items():
+        scale = start_of(weight, (16,), start="balanced", importance=importance)
+        errors[name] = errors_of(weight, scale, "double_rounding").sum(dim=1)
+    assert errors["high"][0] < errors["even"][0] < errors["low"][0]
+    assert errors["low"][-1] < errors["even"][-1] < errors["high"][-1]
+
+
+def test_weights_that_codes_hit_exactly() -> None:
+    """No error at all has no logarithm; the search takes it for a very small one."""
+    weight = torch.arange(-4.0, 4.0).repeat(2, 4)
+    scale = start_of(weight, (2,), start="balanced", bit_choices=(8, 4))
+    assert bool(torch.isfinite(scale).all())
+    assert float(errors_of(weight, scale, "double_rounding", (8, 4))[0].max()) < 0.05

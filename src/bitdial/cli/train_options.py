@@ -10,7 +10,7 @@ from bitdial.cli.arguments import bit_list, positive, seed, weight_scheme
 RECIPES = ("digits", "cifar10-resnet20", "cifar10-mobilenetv2", "cifar10-resnet20-mixed", "cifar10-mobilenetv2-mixed")
 SCHEMES = ("double_rounding", "nested", "centred", "truncate", "adabits", "lsq", "dorefa")
 TIE_RULES = ("even", "up")
-STARTS = ("mse", "3std", "lsq", "max")
+STARTS = ("mse", "balanced", "3std", "lsq", "max")
 SCALE_GRADIENTS = ("exact", "printed")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 UPDATES = ("separate", "accumulated")

@@ -12,6 +12,7 @@ from torch import nn
 
 from bitdial.errors import ConfigError
 from bitdial.models.cifar_resnet import cifar_resnet, resnet20, resnet56
+from bitdial.models.efficientnet_lite import efficientnet_lite0
 from bitdial.models.mobilenetv2 import mobilenet_v2
 from bitdial.models.resnet import resnet18, resnet50
 from bitdial.models.transformer import tiny_transformer
@@ -20,6 +21,7 @@ __all__ = ["MODELS", "build_model"]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cifar_resnet": cifar_resnet,
+    "efficientnet_lite0": efficientnet_lite0,
     "mobilenet_v2": mobilenet_v2,
     "resnet18": resnet18,
     "resnet20": resnet20,

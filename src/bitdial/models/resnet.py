@@ -97,9 +97,21 @@ def resnet18(*, num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes=num_classes, in_channels=in_channels)
 
 
-def resnet50(*, num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
-    """Return ResNet-50: 25,557,032 parameters at the default arguments."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, in_channels=in_channels)
+def resnet50(
+    *, num_classes: int = 1000, in_channels: int = 3, stride_first: bool = False, norm_eps: float = 1e-5
+) -> nn.Module:
+    """Return ResNet-50: 25,557,032 parameters at the default arguments.
+
+    ``stride_first`` puts the stride of a stage on its first 1x1 convolution, where the paper and Keras have it;
+    weights from there may also want ``norm_eps=1e-3``.
+    """
+    model = ResNet(Bottleneck, (3, 4, 6, 3), num_classes=num_classes, in_channels=in_channels)
+    for module in model.modules():
+        if isinstance(module, Bottleneck) and stride_first:
+            module.conv1.stride, module.conv2.stride = module.conv2.stride, module.conv1.stride
+        elif isinstance(module, nn.BatchNorm2d):
+            module.eps = norm_eps
+    return model
 
 
 def make_stage(

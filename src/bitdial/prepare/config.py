@@ -1,12 +1,13 @@
 """Settings of `prepare`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bitdial.config import Config, check_bit_choices, check_choice, check_types
 from bitdial.errors import ConfigError
 from bitdial.functional import ACTIVATION_KINDS, GROUP_SCALES, TIE_RULES, check_phase, scheme_of
 
-STARTS: tuple[str, ...] = ("mse", "3std", "lsq", "max")
+STARTS: tuple[str, ...] = ("mse", "balanced", "3std", "lsq", "max")
 ATTENTION_PRODUCTS: tuple[str, ...] = ("float", "quantized")
 SCALE_GRADIENTS: tuple[str, ...] = ("exact", "printed")
 
@@ -63,9 +64,11 @@ class QuantConfig(Config):
     activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
     attention        the products q k^T and p v of nn.MultiheadAttention: 'float', or 'quantized' (queries, keys and
                      values signed, probabilities unsigned, at the activation bits of the attention's out_proj)
-    start            starting scales: 'mse' (least squared error over the bit-widths), '3std' (weights mean +- 3 std,
+    start            starting scales: 'mse' (least squared error over the bit-widths), 'balanced' (least product of the
+                     squared errors, so that no width pays for another), '3std' (weights mean +- 3 std,
                      activations the 99.9th percentile), 'lsq' (2 mean|x| / sqrt(Qp)) or 'max' (the full range: the
                      largest magnitude has the outermost code of the highest width, and nothing is clipped there)
+    importance       of each width to start='balanced', such as {8: 2}; a width that is not named has 1
     scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
                      factor 2^shift)
     keep_first_last  keep the layers in float that the model's inputs reach first, and those that make its outputs
@@ -82,13 +85,19 @@ class QuantConfig(Config):
     activations: str = "auto"
     attention: str = "float"
     start: str = "mse"
+    importance: dict[int, float] = field(default_factory=dict, hash=False)
     scale_gradient: str = "exact"
     keep_first_last: bool = True
     switch_norms: bool = True
     rules: tuple[Rule, ...] = field(default=())
 
+    def importance_of(self, bits: int) -> float:
+        """What the error at `bits` weighs in start='balanced'."""
+        return self.importance.get(bits, 1.0)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "bit_choices", check_bit_choices(self.bit_choices))
+        object.__setattr__(self, "importance", check_importance(self.importance, self.bit_choices, self.start))
         for name in ("per_channel", "keep_first_last", "switch_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -127,3 +136,20 @@ def check_group_size(name: str, value: object, *, least: int) -> None:
     """Raise ConfigError unless `value` is None or a whole number of at least `least`."""
     if value is not None and (type(value) is not int or value < least):
         raise ConfigError(f"{name}={value!r} must be a whole number of inputs, such as 32")
+
+
+def check_importance(given: object, bit_choices: tuple[int, ...], start: str) -> dict[int, float]:
+    """`given` with whole numbers for keys (JSON makes them text); ConfigError unless it weighs the widths."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"importance={given!r} must be a dict such as {{8: 2.0}}")
+    found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in given.items()}
+    for bits, value in found.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if bits not in bit_choices or not number or not 0 < value < float("inf"):
+            raise ConfigError(
+                f"importance={dict(given)!r} must give positive numbers to some of the widths {bit_choices}, as "
+                "{8: 2.0} does"
+            )
+    if found and start != "balanced":
+        raise ConfigError(f"importance is for start='balanced'; start is {start!r}")
+    return {bits: float(value) for bits, value in found.items()}

@@ -16,14 +16,16 @@ from bitdial.prepare.config import QuantConfig
 log = logging.getLogger(__name__)
 
 PERCENTILE = 0.999
+_LEAST_ERROR = 1e-10  # relative, squared; 8 bits have 1e-5 to 1e-6
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
 
 def weight_scales(weight: Tensor, shape: tuple[int, ...], *, name: str, config: QuantConfig) -> dict[int, Tensor]:
     """Starting scales of `shape` for a `weight` in rows, by the width they belong to; empty if the scheme derives them.
 
-    A shared scale belongs to the highest width and, with start='mse', minimises the squared error summed over all
-    widths: sum_b |W - W_b|^2.
+    A shared scale belongs to the highest width. With start='mse' it minimises the squared error summed over all widths,
+    sum_b |W - W_b|^2, which is nearly that of the lowest. With start='balanced' it minimises the sum of logarithms,
+    sum_b importance_b log |W - W_b|^2: to halve the error of one width is worth to double that of another.
     """
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
@@ -71,12 +73,15 @@ def _weight_scale(rows: Tensor, largest: Tensor, high: int, widths: tuple[int, .
     if config.start == "lsq":
         return lsq
 
+    floor = rows.square().sum(dim=1) * _LEAST_ERROR  # of codes that hit every weight exactly
+
     def error(reach: Tensor) -> Tensor:
         scale = largest * reach / levels
         total = torch.zeros_like(largest)
         for low in widths:
             at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=config.scheme, ties=config.ties)
-            total += (at - rows).square_().sum(dim=1)
+            found = (at - rows).square_().sum(dim=1)
+            total += (found + floor).log_() * config.importance_of(low) if config.start == "balanced" else found
         return total
 
     others = [three * levels / largest, lsq * levels / largest]
