@@ -168,6 +168,7 @@ def test_ready_made_models_keep_their_first_and_last_layer() -> None:
     expected = {
         **dict.fromkeys(("cifar_resnet", "resnet18", "resnet20", "resnet50", "resnet56"), ("conv1", "fc")),
         "mobilenet_v2": ("features.0.0", "classifier.1"),
+        "efficientnet_lite0": ("features.0.0.1", "classifier.1"),
         "tiny_transformer": ("tokens", "head"),
     }
     assert set(expected) == set(MODELS)
