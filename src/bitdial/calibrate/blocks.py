@@ -1,0 +1,173 @@
+"""A model as a row of blocks: what calibration works on, one after the other.
+
+The model is traced (torch.fx), and its nodes are cut where a single value goes on. What lies between two cuts and holds
+a quantised layer is a block: a residual block, an inverted residual, an attention with its addition. Layers in a plain
+row belong together if the module that holds them has few layers. A value that many layers later is read again, as in a
+U-Net, is handed from block to block and does not stand in the way of a cut.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import fx, nn
+
+from bitdial.errors import ConfigError
+from bitdial.graph.trace import ThreadTracer
+from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
+from bitdial.nn.decompose import DECOMPOSED
+
+MOST_LAYERS = 4  # of a block that is a plain row of layers
+LONG = 8  # a value that is read more layers later is handed on
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Neighbouring nodes of the graph. `reads` are values from before, `gives` those that later nodes read.
+
+    `layers` and `norms` are the names of its quantised layers and switchable norms, in the order of the graph.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    layers: tuple[str, ...]
+    norms: tuple[str, ...]
+
+    @property
+    def made(self) -> tuple[fx.Node, ...]:
+        """The values of `gives` that the block itself computes."""
+        own = set(self.nodes)
+        return tuple(node for node in self.gives if node in own)
+
+
+class _BlockTracer(ThreadTracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        ours = isinstance(m, QuantLayer | SwitchableBatchNorm | ActivationSite | DECOMPOSED)
+        return ours or super().is_leaf_module(m, module_qualified_name)
+
+
+def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None) -> list[Block]:
+    """The blocks of a prepared `model`, in order; ConfigError with the reason if it cannot be traced.
+
+    `fixed` are arguments of its forward that have the same value in every call.
+    """
+    try:
+        nodes = list(_BlockTracer().trace(model, dict(fixed or {})).nodes)
+    except Exception as problem:  # whatever the model's code does with a proxy
+        raise ConfigError(f"the model cannot be traced: {str(problem).splitlines()[0]}") from problem
+    nodes = [node for node in nodes if node.op != "output"]
+    layers = {node: _names(model, node, QuantLayer) for node in nodes}
+    pieces = _merge(_pieces(model, nodes, layers), model, layers)
+    return [_block(model, piece, nodes, layers) for piece in pieces]
+
+
+def single_blocks(names: Mapping[str, nn.Module]) -> list[Block]:
+    """A block for each of the layers and norms `names`, by itself: for models that cannot be traced."""
+    graph, blocks = fx.Graph(), []
+    for name, module in names.items():
+        reads = graph.placeholder(f"input_{len(blocks)}")
+        node = graph.call_module(name, (reads,))
+        own = (name,)
+        kinds = (own, ()) if isinstance(module, QuantLayer) else ((), own)
+        blocks.append(Block(name, (node,), (reads,), (node,), *kinds))
+    return blocks
+
+
+def _names(model: nn.Module, node: fx.Node, kind: type[nn.Module]) -> tuple[str, ...]:
+    """The modules of a `kind` that `node` runs: it, or those inside it."""
+    if node.op != "call_module":
+        return ()
+    target = str(node.target)
+    found = model.get_submodule(target).named_modules()
+    return tuple(f"{target}.{name}".removesuffix(".") for name, module in found if isinstance(module, kind))
+
+
+def _pieces(
+    model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tuple[str, ...]]
+) -> list[list[fx.Node]]:
+    """`nodes`, cut before each layer in front of which one value goes on."""
+    place = {node: i for i, node in enumerate(nodes)}
+    passed = [0, *accumulate(len(layers[node]) for node in nodes)]  # layers before each node
+    last = {n: max((place.get(user, len(nodes)) for user in n.users), default=-1) for n in nodes}
+    short = [n for n in nodes if n.op != "get_attr" and passed[min(last[n], len(nodes))] - passed[place[n]] <= LONG]
+    alive = Counter(at for n in short for at in range(place[n], last[n]))
+    pieces: list[list[fx.Node]] = [[]]
+    possible, averaged = 0, False  # how much of the last piece may go: up to the newest cut behind its last layer
+    for i, node in enumerate(nodes):
+        if layers[node] and possible and any(layers[n] for n in pieces[-1][:possible]):
+            pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
+            pieces.append(rest)
+            possible = 0
+        pieces[-1].append(node)
+        averaged = not layers[node] and (averaged or _averages(model, node))
+        if alive[i] <= 1 and not averaged:
+            possible = len(pieces[-1])
+    if averaged and any(layers[n] for n in pieces[-1][:possible]):  # a float head, by itself
+        pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
+        pieces.append(rest)
+    return pieces
+
+
+def _averages(model: nn.Module, node: fx.Node) -> bool:
+    """Whether `node` is a pool or a mean: blocks end before these, where there is more to compare."""
+    target = type(model.get_submodule(str(node.target))).__name__ if node.op == "call_module" else node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return "pool" in name.lower() or name == "mean"
+
+
+def _merge(
+    pieces: list[list[fx.Node]], model: nn.Module, layers: Mapping[fx.Node, tuple[str, ...]]
+) -> list[list[fx.Node]]:
+    """Put single layers in a row together, if one module holds them and few others."""
+    inside = Counter(
+        ".".join(parts[:depth])
+        for names in layers.values()
+        for parts in (name.split(".") for name in names)
+        for depth in range(1, len(parts) + 1)
+    )
+
+    def home(name: str) -> str:
+        parts = name.split(".")
+        return next(p for d in range(1, len(parts) + 1) if inside[p := ".".join(parts[:d])] <= MOST_LAYERS)
+
+    merged: list[list[fx.Node]] = []
+    homes: list[str | None] = []
+    for piece in pieces:
+        names = [name for node in piece for name in layers[node]]
+        own = home(names[0]) if len(names) == 1 else None
+        if own is not None and homes and homes[-1] == own:
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+            homes.append(own)
+    return merged
+
+
+def _block(
+    model: nn.Module, piece: list[fx.Node], nodes: list[fx.Node], layers: Mapping[fx.Node, tuple[str, ...]]
+) -> Block:
+    inside, place = set(piece), {node: i for i, node in enumerate(nodes)}
+    end = place[piece[-1]]
+    reads = {n: None for node in piece for n in node.all_input_nodes if n not in inside}
+    known = nodes[: end + 1]
+    gives = [n for n in known if n.op != "get_attr" and any(place.get(user, len(nodes)) > end for user in n.users)]
+    names = tuple(name for node in piece for name in layers[node])
+    norms = tuple(name for node in piece for name in _names(model, node, SwitchableBatchNorm))
+    return Block(_common(names) or str(piece[-1].target), tuple(piece), tuple(reads), tuple(gives), names, norms)
+
+
+def _common(names: tuple[str, ...]) -> str:
+    """The module that holds all `names`, or the first and the last of them; empty if there are none."""
+    if len(names) < 2:
+        return "".join(names)
+    parts = [name.split(".") for name in names]
+    shared = []
+    for each in zip(*parts, strict=False):
+        if len(set(each)) > 1:
+            break
+        shared.append(each[0])
+    return ".".join(shared) or f"{names[0]} to {names[-1]}"

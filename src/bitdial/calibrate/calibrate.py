@@ -1,0 +1,199 @@
+"""calibrate(model, batches): a prepared model in, the same model out, good at every width. No labels."""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from bitdial.calibrate.biases import bare_layers, correct_bias, watch_means
+from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.checkpoint import Checkpoint
+from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.equalize import equalize
+from bitdial.calibrate.inputs import checked, moved
+from bitdial.calibrate.norms import Moments, correct_norm, moments
+from bitdial.calibrate.progress import Progress, show_progress
+from bitdial.calibrate.reconstruct import Reconstruction
+from bitdial.calibrate.reference import float_copy
+from bitdial.calibrate.report import BlockReport, CalibrationReport
+from bitdial.calibrate.scales import choose_scales
+from bitdial.calibrate.values import Values
+from bitdial.calibrate.walk import Walk
+from bitdial.dial.dial import get_bits, set_bits, unwrap
+from bitdial.dial.plan import BitPlan
+from bitdial.errors import ConfigError, QuantizationError
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.prepare.model_call import Batch, evaluating
+
+log = logging.getLogger(__name__)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Tensor | dict[str, object] | Iterable[Batch],
+    config: CalibrateConfig | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Make the prepared `model` good at every width, in place, by some hundred inputs without labels.
+
+    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Scales are chosen anew; then,
+    block by block in the order in which the model runs, norms and weights are set so that the block's output is the
+    float model's at each width. CalibrateConfig has the steps. With a `checkpoint` file a run that was stopped goes on
+    after its last whole block, from the same prepared model; the file is removed at the end. After an error the model
+    is half changed: prepare it anew.
+    """
+    config = CalibrateConfig() if config is None else config
+    if not isinstance(config, CalibrateConfig):
+        raise ConfigError(f"calibrate's third argument must be a CalibrateConfig, got {type(config).__name__}")
+    model = unwrap(model)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    if not layers:
+        raise ConfigError("the model has no quantised layer to calibrate; call prepare(model, config, batch) first")
+    inputs, warnings = checked(batches)
+    inputs = moved(inputs, next(model.parameters()).device)
+    before = get_bits(model)
+    try:
+        with evaluating(model):
+            return _Calibration(model, layers, inputs, config, warnings).run(checkpoint, show=progress)
+    finally:
+        set_bits(model, before)
+
+
+class _Calibration:
+    """One run: the model, the float model inside it, and the values that go from block to block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, QuantLayer],
+        inputs: list[Batch],
+        config: CalibrateConfig,
+        warnings: list[str],
+    ):
+        self.model, self.layers, self.inputs, self.config, self.warnings = model, layers, inputs, config, warnings
+        self.settings = {bits: BitPlan(default=bits) for bits in next(iter(layers.values())).bit_choices}
+
+    def run(self, path: str | os.PathLike[str] | None, *, show: bool) -> CalibrationReport:
+        """All steps, all blocks."""
+        started, config = time.monotonic(), self.config
+        file = Checkpoint(path, self.model, config, self.inputs)
+        self.walk = Walk(self.model, self.inputs)
+        self.warnings += self.walk.warnings
+        steps = []
+        if config.equalize and (pairs := equalize(self.model, self.walk.blocks, self.inputs)):
+            steps.append(f"equalised {pairs} pairs of layers")
+        self.reference = float_copy(self.model)
+        if config.choose_scales:
+            choose_scales(self.layers, self.reference, self.inputs, config)
+            steps.append("scales chosen")
+        names = {"correct_norms": "norms corrected", "correct_biases": "biases corrected"}
+        steps += [text for name, text in names.items() if getattr(config, name)]
+        steps += [f"blocks reconstructed, {config.iterations} iterations each"] if config.effort == "full" else []
+        for warning in self.warnings:
+            log.warning(warning)
+        reports = file.read()
+        resumed = len(reports)
+        self.float_values = self.walk.start()
+        self.values = {bits: self.walk.start() for bits in self.settings}
+        with show_progress(len(self.walk.blocks), show=show) as progress:
+            for number, block in enumerate(self.walk.blocks):
+                if number < resumed:
+                    self._pass(block)
+                    continue
+                reports.append(self._calibrate_block(number, block, progress))
+                file.write([each.to_dict() for each in reports])
+                progress.update(number + 1, block.name, reports[-1].error)
+        file.remove()
+        return CalibrationReport(
+            effort=config.effort,
+            samples=self.walk.samples,
+            steps=tuple(steps),
+            blocks=tuple(reports),
+            seconds=time.monotonic() - started,
+            warnings=tuple(self.warnings),
+            resumed=resumed,
+        )
+
+    def _calibrate_block(self, number: int, block: Block, progress: Progress) -> BlockReport:
+        started, before = time.monotonic(), dict[int, float]()
+        progress.update(number, block.name, {})
+        self.float_values.enter(self.reference, block)
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            self.values[bits].enter(self.model, block)
+        plain: dict[str, Moments] = {}
+        after = self.float_values.copy()
+        bare = bare_layers(self.model, block) if self.config.correct_biases else []
+        with watch_means(self.reference, bare) as means:
+            after.advance(self.reference, block, lambda name, x: plain.update({name: moments(x, name)}))
+        if bare:
+            self._correct_biases(block, means)
+        if learns := self.config.effort == "full" and bool(block.layers):
+            before = self._go_on(block, {bits: v.copy() for bits, v in self.values.items()}, after, plain)
+            self._learn(number, block, after, progress)
+        error = self._go_on(block, self.values, after, {} if learns else plain)
+        self.float_values = after
+        seconds = time.monotonic() - started
+        return BlockReport(name=block.name, layers=block.layers, error=error, error_before=before, seconds=seconds)
+
+    def _go_on(
+        self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Moments]
+    ) -> dict[int, float]:
+        """Let `values` go on over `block`, with norms corrected where `plain` has the float model's; errors by width."""
+        corrected: set[nn.Module] = set()  # one set may serve several widths: the highest decides
+
+        def at_norm(name: str, inputs: list[Tensor]) -> None:
+            norm = self.model.get_submodule(name)
+            assert isinstance(norm, SwitchableBatchNorm)
+            if self.config.correct_norms and name in plain and norm.active not in corrected:
+                corrected.add(norm.active)
+                correct_norm(norm.active, self.reference.get_submodule(name), moments(inputs, name), plain[name])
+
+        errors = {}
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            values[bits].advance(self.model, block, at_norm)
+            errors[bits] = values[bits].distance(after, block)
+            if not math.isfinite(errors[bits]):
+                raise QuantizationError(
+                    f"block {block.name!r}: its output at {bits} bits holds NaN or infinity; check the batches and the "
+                    "weights of its layers"
+                )
+        return errors
+
+    def _correct_biases(self, block: Block, plain: dict[str, Tensor]) -> None:
+        means: dict[int, dict[str, Tensor]] = {}
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            with watch_means(self.model, list(plain)) as means[bits]:
+                self.values[bits].copy().advance(self.model, block, _leave)
+        for name, reference in plain.items():
+            correct_bias(self.layers[name], reference, {bits: each[name] for bits, each in means.items()})
+
+    def _learn(self, number: int, block: Block, after: Values, progress: Progress) -> None:
+        generator = torch.Generator(next(self.model.parameters()).device)
+        generator.manual_seed(self.config.seed * 1_000_003 + number)
+
+        def report(iteration: int, errors: dict[int, float]) -> None:
+            progress.update(number + 0.999 * iteration / self.config.iterations, block.name, errors)
+
+        learning = Reconstruction(self.model, block, self.settings, self.config, generator)
+        with torch.enable_grad():
+            learning.learn(self.float_values, self.values, after, report)
+
+    def _pass(self, block: Block) -> None:
+        """Go on over a block that is done."""
+        self.float_values.advance(self.reference, block, _leave)
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            self.values[bits].advance(self.model, block, _leave)
+
+
+def _leave(name: str, inputs: list[Tensor]) -> None:
+    """Leave a norm as it is."""

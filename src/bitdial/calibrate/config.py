@@ -1,0 +1,72 @@
+"""Settings of `calibrate`."""
+
+from dataclasses import dataclass, field
+
+from bitdial.config import Config, check_choice
+from bitdial.errors import ConfigError
+
+EFFORTS = ("quick", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(Config):
+    """What `calibrate` does. Each step can be left out.
+
+    effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
+    equalize           scale channels between two layers so that each uses the range of the activations
+    choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
+    correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
+    correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
+    iterations         of reconstruction, in each block
+    batch_size         samples in each of them
+    weight_rate        learning rate of weights, in steps of the lowest width
+    scale_rate         learning rate of activation scales, relative to their size
+    norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
+    reach              how far a weight may move, in steps of the lowest width
+    drop               the share of a block's inputs, and of the activations in it, that is not quantised while it learns
+    tolerance          the relative error of a block's output below which a width counts as good
+    importance         of each width to reconstruction, such as {8: 2.0}; a width that is not named has 1
+    seed               of the samples drawn and of what is dropped
+    """
+
+    effort: str = "quick"
+    equalize: bool = True
+    choose_scales: bool = True
+    correct_norms: bool = True
+    correct_biases: bool = True
+    iterations: int = 2000
+    batch_size: int = 32
+    weight_rate: float = 1e-2
+    scale_rate: float = 1e-3
+    norm_rate: float = 1e-3
+    reach: float = 0.5
+    drop: float = 0.5
+    tolerance: float = 1e-3
+    importance: dict[int, float] = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("effort", self.effort, EFFORTS)
+        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        for name in ("iterations", "batch_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if type(self.seed) is not int:
+            raise ConfigError(f"seed={self.seed!r} must be a whole number")
+        limits = {"weight_rate": 1.0, "scale_rate": 1.0, "norm_rate": 1.0, "reach": 128.0, "drop": 1.0, "tolerance": 1.0}
+        for name, most in limits.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be a number from 0 to {most:g}")
+        found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in self.importance.items()}
+        for bits, value in found.items():
+            if type(bits) is not int or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ConfigError(f"importance={self.importance!r} must give numbers of at least 0 to widths: {{8: 2.0}}")
+        object.__setattr__(self, "importance", {bits: float(value) for bits, value in found.items()})
+
+    def importance_of(self, bits: int) -> float:
+        """What the error at `bits` weighs in reconstruction."""
+        return self.importance.get(bits, 1.0)

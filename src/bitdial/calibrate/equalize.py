@@ -1,0 +1,2 @@
+def equalize(model, blocks, inputs):
+    return 0

@@ -1,0 +1,52 @@
+"""Norm statistics that follow what quantisation changes.
+
+Statistics estimated anew on a few hundred samples lose points by themselves. So they are corrected instead: by how much
+the mean of a norm's input has moved against the float model on the same samples, and by how many times its variance
+has grown. Each norm is corrected before the next layer runs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitdial.errors import QuantizationError
+
+_LEAST_VARIANCE = 1e-6  # of a channel, over the mean of all: below it there is nothing to compare
+
+
+class Moments(NamedTuple):
+    """Mean and variance of each channel (C,), float64."""
+
+    mean: Tensor
+    variance: Tensor
+
+
+def moments(inputs: Sequence[Tensor], name: str) -> Moments:
+    """The moments of a norm's `inputs` (N, C, ...), all batches together."""
+    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
+    for x in inputs:
+        rows = x.transpose(0, 1).flatten(1)
+        size, own = rows.shape[1], rows.mean(dim=1, dtype=torch.float64)
+        spread = rows.var(dim=1, correction=0).double() * size
+        if count == 0:
+            count, mean, squares = size, own, spread
+            continue
+        delta, total = own - mean, count + size
+        squares = squares + spread + delta.square() * (count * size / total)
+        mean, count = mean + delta * (size / total), total
+    if not bool((torch.isfinite(mean) & torch.isfinite(squares)).all()):
+        raise QuantizationError(f"norm {name!r}: its input holds NaN or infinity; check the batches and the weights")
+    return Moments(mean, squares / count)
+
+
+@torch.no_grad()
+def correct_norm(norm: nn.Module, plain: nn.Module, quantized: Moments, reference: Moments) -> None:
+    """Set the statistics of `norm`, in place, to those of the float model's `plain` one and what has changed."""
+    usual = reference.variance.mean()
+    known = reference.variance > _LEAST_VARIANCE * usual
+    ratio = torch.where(known, quantized.variance / torch.where(known, reference.variance, usual), 1.0)
+    mean, variance = norm.get_buffer("running_mean"), norm.get_buffer("running_var")
+    mean.copy_(plain.get_buffer("running_mean") + (quantized.mean - reference.mean))
+    variance.copy_(plain.get_buffer("running_var") * ratio)

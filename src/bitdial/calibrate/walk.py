@@ -1,0 +1,98 @@
+"""How a calibration goes through a model: by the blocks of its graph, or layer by layer if it cannot be traced."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from bitdial.calibrate.blocks import Block, find_blocks, single_blocks
+from bitdial.calibrate.values import Environment, UntracedValues, Values, run
+from bitdial.errors import ConfigError
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
+from bitdial.prepare.model_call import Batch, call
+
+
+class Walk:
+    """The blocks of `model` in the order in which they run, and where values begin."""
+
+    def __init__(self, model: nn.Module, inputs: list[Batch]):
+        self.inputs, self.warnings = inputs, list[str]()
+        self.samples = sum(_count(batch) for batch in inputs)
+        self.blocks: list[Block] = []
+        try:
+            self.blocks, self._starts = _traced(model, inputs)
+            self.traced = True
+        except ConfigError as problem:
+            self.warnings.append(f"{problem}; it is calibrated layer by layer, which takes longer and finds less")
+            self.blocks = single_blocks(_in_order(model, inputs[0]))
+            self.traced = False
+
+    def start(self) -> Values:
+        """The values before the first block."""
+        return Values(self._starts) if self.traced else UntracedValues(self.inputs)
+
+
+def _count(batch: Batch) -> int:
+    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return len(first) if first.dim() else 1
+
+
+def _traced(model: nn.Module, inputs: list[Batch]) -> tuple[list[Block], list[Environment]]:
+    """The blocks, and the arguments of each batch by their nodes; ConfigError if the graph is not the model."""
+    given = [_arguments(model, batch) for batch in inputs]
+    signature = inspect.signature(model.forward).parameters
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.values()):
+        raise ConfigError("the model cannot be traced: its forward takes any arguments")
+    fixed = {name: p.default for name, p in signature.items() if not any(name in each for each in given)}
+    blocks = find_blocks(model, fixed)
+    places = [node for block in blocks for node in block.nodes if node.op == "placeholder"]
+    if len(places) != len(signature):
+        raise ConfigError("the model cannot be traced: its graph has other inputs")
+    defaults = {name: p.default for name, p in signature.items()}
+    starts = [dict(zip(places, ({**defaults, **each}[name] for name in signature), strict=True)) for each in given]
+    _check_graph(model, blocks, starts[0], inputs[0])
+    return blocks, starts
+
+
+def _arguments(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
+    args = batch if isinstance(batch, tuple) else () if isinstance(batch, dict) else (batch,)
+    kwargs = batch if isinstance(batch, dict) else {}
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as problem:
+        raise ConfigError(f"the model does not take these inputs ({problem})") from problem
+
+
+@torch.no_grad()
+def _check_graph(model: nn.Module, blocks: list[Block], start: Environment, batch: Batch) -> None:
+    """ConfigError unless the blocks compute what the model does: `forward` may decide otherwise from call to call."""
+    before = {node: value._version for node, value in start.items() if isinstance(value, Tensor)}
+    known = dict(start)
+    for block in blocks:
+        run(model, block.nodes, known)
+    wanted = [leaf for leaf in tree_leaves(call(model, batch)) if isinstance(leaf, Tensor)]
+    if any(start[node]._version != version for node, version in before.items()):
+        raise ConfigError("the model cannot be calibrated by blocks, since it changes its inputs in place")
+    made = [value for value in known.values() if isinstance(value, Tensor)]
+    if not all(any(torch.equal(leaf, value) for value in made) for leaf in wanted):
+        raise ConfigError("the model cannot be traced: its graph computes something else than the model")
+
+
+def _in_order(model: nn.Module, batch: Batch) -> dict[str, nn.Module]:
+    """The quantised layers and switchable norms of `model`, in the order in which they first run."""
+    found: dict[str, nn.Module] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda m, args, name=name: found.setdefault(name, m) and None)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLayer | SwitchableBatchNorm)
+    ]
+    try:
+        with torch.no_grad():
+            call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {n: m for n, m in found.items() if not (isinstance(m, QuantLayer) and not m.kind.multiplies)}
