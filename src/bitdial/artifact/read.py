@@ -364,10 +364,10 @@ def _renew(manifest: dict[str, Any]) -> None:
     for name, entry in manifest["layers"].items():
         if not isinstance(entry, dict):
             continue  # refused later
-        if odd := [key for key in ("group_size", "fixed_bits") if key in entry]:
-            raise ArtifactError(f"layer {name!r}: version 1 has no {odd[0]!r}")
-        if entry.get("type") not in OLD_KINDS:
-            raise ArtifactError(f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)} only")
+        if {"group_size", "fixed_bits"} & set(entry) or entry.get("type") not in OLD_KINDS:
+            raise ArtifactError(
+                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size' or 'fixed_bits'"
+            )
         entry["group_size"] = None
 
 

@@ -102,6 +102,6 @@ def _warning_of_fixed(fixed: list[int | None], config: QuantConfig) -> list[str]
     if None in fixed or len(config.bit_choices) == 1:
         return []
     return [
-        f"all {len(fixed)} quantised layers have a width of their own, so set_bits(model, bits) changes nothing and all "
-        "widths are alike; leave some layers to the dial, or name them in a BitPlan"
+        f"all {len(fixed)} quantised layers have a width of their own, so set_bits(model, bits) changes nothing and "
+        "all widths are alike; leave some layers to the dial, or name them in a BitPlan"
     ]
