@@ -254,7 +254,7 @@ def test_weights_that_are_tied_stay_at_one_width(tmp_path: Path) -> None:
         set_bits(fewer, 2)
         set_bits(model, 2)
         assert torch.equal(fewer(tokens), model(tokens))
-        with pytest.raises(ConfigError, match="layer 'head' stays at 8 bits; offer these too"):
+        with pytest.raises(ConfigError, match="layer 'head' stays at 8 bits; offer 8 too"):
             load(tmp_path / "m", Language(), kernels="packed", bit_choices=(4, 2))
     with pytest.raises(ConfigError, match=r"one width, but 'embed' at 4 bits, 'head' at 8 bits"):
         prepare(Language(), QuantConfig(rules=(Rule(pattern="embed", bits=4),), **base), tokens)

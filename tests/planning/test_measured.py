@@ -255,3 +255,8 @@ def test_uniform_settings_leave_layers_with_a_width_of_their_own_there(tmp_path:
     (tmp_path / "front.json").write_text(json.dumps(written))
     with pytest.raises(ConfigError, match="the width of a uniform setting"):
         MeasuredFront.load(tmp_path / "front.json")
+
+
+def test_a_uniform_setting_is_not_named_after_a_width_that_no_layer_has() -> None:
+    one = MeasuredPlan(plan=BitPlan({"a": 4, "b": 4}), costs={"average_bits": 4}, accuracy=0.5, width=2)
+    assert one.uniform_name == "2 bits, fixed layers at theirs"

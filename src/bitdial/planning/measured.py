@@ -50,8 +50,9 @@ class MeasuredPlan:
     @property
     def uniform_name(self) -> str:
         """What a uniform setting is called: "4 bits everywhere", or "4 bits, fixed layers at theirs"."""
-        everywhere = len(set(self.plan.values())) == 1
-        return f"{self.uniform_width} bits{' everywhere' if everywhere else ', fixed layers at theirs'}"
+        width = self.uniform_width
+        everywhere = all(pair == (width, width) for pair in self.plan.values())
+        return f"{width} bits{' everywhere' if everywhere else ', fixed layers at theirs'}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
