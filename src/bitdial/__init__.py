@@ -18,6 +18,9 @@ guard_onednn()  # before anything imports torch
 
 if _typing.TYPE_CHECKING:
     from bitdial.artifact import Artifact, describe, read_artifact, save
+    from bitdial.calibrate.calibrate import calibrate
+    from bitdial.calibrate.config import CalibrateConfig
+    from bitdial.calibrate.report import CalibrationReport
     from bitdial.dial.dial import at_bits, get_bits, set_bits
     from bitdial.dial.plan import BitPlan
     from bitdial.errors import BitdialError
@@ -58,6 +61,8 @@ __all__ = [
     "Artifact",
     "BitPlan",
     "BitdialError",
+    "CalibrateConfig",
+    "CalibrationReport",
     "Callback",
     "CsvLog",
     "EarlyStopping",
@@ -75,6 +80,7 @@ __all__ = [
     "at_bits",
     "batched",
     "build_model",
+    "calibrate",
     "candidates",
     "code_exact",
     "describe",
@@ -110,6 +116,9 @@ _load_when_asked(
     __name__,
     {
         "bitdial.artifact": "Artifact describe read_artifact save",
+        "bitdial.calibrate.calibrate": "calibrate",
+        "bitdial.calibrate.config": "CalibrateConfig",
+        "bitdial.calibrate.report": "CalibrationReport",
         "bitdial.dial.dial": "at_bits get_bits set_bits",
         "bitdial.dial.plan": "BitPlan",
         "bitdial.errors": "BitdialError",

@@ -58,6 +58,6 @@ def correct_bias(layer: QuantLayer, reference: Tensor, means: Mapping[int, Tenso
     """
     shifts = [mean - reference for mean in means.values()]
     weights = [1 / shift.square().mean().clamp_min(1e-30) for shift in shifts]
-    total = sum(weights)
-    change = sum(weight / total * shift for weight, shift in zip(weights, shifts, strict=True))
+    total = torch.stack(weights).sum()
+    change = torch.stack([weight / total * shift for weight, shift in zip(weights, shifts, strict=True)]).sum(dim=0)
     layer.bias -= change.to(layer.bias.dtype)

@@ -67,7 +67,7 @@ def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None) -> lis
 
 def single_blocks(names: Mapping[str, nn.Module]) -> list[Block]:
     """A block for each of the layers and norms `names`, by itself: for models that cannot be traced."""
-    graph, blocks = fx.Graph(), []
+    graph, blocks = fx.Graph(), list[Block]()
     for name, module in names.items():
         reads = graph.placeholder(f"input_{len(blocks)}")
         node = graph.call_module(name, (reads,))
@@ -86,9 +86,7 @@ def _names(model: nn.Module, node: fx.Node, kind: type[nn.Module]) -> tuple[str,
     return tuple(f"{target}.{name}".removesuffix(".") for name, module in found if isinstance(module, kind))
 
 
-def _pieces(
-    model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tuple[str, ...]]
-) -> list[list[fx.Node]]:
+def _pieces(model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tuple[str, ...]]) -> list[list[fx.Node]]:
     """`nodes`, cut before each layer in front of which one value goes on."""
     place = {node: i for i, node in enumerate(nodes)}
     passed = [0, *accumulate(len(layers[node]) for node in nodes)]  # layers before each node

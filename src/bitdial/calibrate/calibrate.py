@@ -42,11 +42,11 @@ def calibrate(
 ) -> CalibrationReport:
     """Make the prepared `model` good at every width, in place, by some hundred inputs without labels.
 
-    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Scales are chosen anew; then,
-    block by block in the order in which the model runs, norms and weights are set so that the block's output is the
-    float model's at each width. CalibrateConfig has the steps. With a `checkpoint` file a run that was stopped goes on
-    after its last whole block, from the same prepared model; the file is removed at the end. After an error the model
-    is half changed: prepare it anew.
+    A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Scales are chosen anew.
+    Then, block by block in the order in which the model runs, norms and weights are set so that its output is that of
+    the float model at each width. CalibrateConfig has the steps. With a `checkpoint` file a run that was stopped goes
+    on after its last whole block, from the same prepared model; the file is removed at the end. After an error the
+    model is half changed: prepare it anew.
     """
     config = CalibrateConfig() if config is None else config
     if not isinstance(config, CalibrateConfig):
@@ -145,7 +145,7 @@ class _Calibration:
     def _go_on(
         self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Moments]
     ) -> dict[int, float]:
-        """Let `values` go on over `block`, with norms corrected where `plain` has the float model's; errors by width."""
+        """Let `values` go on over `block`; errors by width. Norms are corrected to the moments that `plain` has."""
         corrected: set[nn.Module] = set()  # one set may serve several widths: the highest decides
 
         def at_norm(name: str, inputs: list[Tensor]) -> None:

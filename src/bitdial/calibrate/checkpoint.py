@@ -46,8 +46,8 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} is not a calibration of version {VERSION}; choose another file")
         if odd := [key for key, value in self.run.items() if manifest["run"].get(key) != value]:
             raise CheckpointError(
-                f"{self.path} is of a calibration with another {' and '.join(odd)}; start with the same prepared model, "
-                "batches and settings, or remove the file"
+                f"{self.path} is of a calibration with another {' and '.join(odd)}; start with the same prepared "
+                "model, batches and settings, or remove the file"
             )
         try:
             reports = [BlockReport.from_dict(values) for values in manifest["blocks"]]

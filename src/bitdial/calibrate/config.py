@@ -23,7 +23,7 @@ class CalibrateConfig(Config):
     scale_rate         learning rate of activation scales, relative to their size
     norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
     reach              how far a weight may move, in steps of the lowest width
-    drop               the share of a block's inputs, and of the activations in it, that is not quantised while it learns
+    drop               the share of a block's inputs, and of the activations in it, that stays in float as it learns
     tolerance          the relative error of a block's output below which a width counts as good
     importance         of each width to reconstruction, such as {8: 2.0}; a width that is not named has 1
     seed               of the samples drawn and of what is dropped
@@ -56,15 +56,17 @@ class CalibrateConfig(Config):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r} must be a whole number")
-        limits = {"weight_rate": 1.0, "scale_rate": 1.0, "norm_rate": 1.0, "reach": 128.0, "drop": 1.0, "tolerance": 1.0}
-        for name, most in limits.items():
+        shares = dict.fromkeys(("weight_rate", "scale_rate", "norm_rate", "drop", "tolerance"), 1.0)
+        for name, most in {**shares, "reach": 128.0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be a number from 0 to {most:g}")
         found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in self.importance.items()}
         for bits, value in found.items():
             if type(bits) is not int or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise ConfigError(f"importance={self.importance!r} must give numbers of at least 0 to widths: {{8: 2.0}}")
+                raise ConfigError(
+                    f"importance={self.importance!r} must give numbers of at least 0 to widths: {{8: 2.0}}"
+                )
         object.__setattr__(self, "importance", {bits: float(value) for bits, value in found.items()})
 
     def importance_of(self, bits: int) -> float:

@@ -51,7 +51,9 @@ def find_pairs(model: nn.Module, blocks: list[Block]) -> list[Pair]:
         if not isinstance(front, QuantLayer) or not front.kind.multiplies:
             continue
         pair = _pair(model, node)
-        if pair is not None and all(targets.count(name) == 1 for name in (pair.front, pair.back, pair.norm or pair.back)):
+        if pair is None:
+            continue
+        if all(targets.count(name) == 1 for name in (pair.front, pair.back, pair.norm) if name is not None):
             found.append(pair)
     return found
 
@@ -98,7 +100,8 @@ def equalize(model: nn.Module, blocks: list[Block], inputs: list[Batch]) -> int:
     ranges = _ranges(float_copy(model), {pair.back for pair in pairs}, inputs)
     for pair in pairs:
         front, back = model.get_submodule(pair.front), model.get_submodule(pair.back)
-        assert isinstance(front, QuantLayer) and isinstance(back, QuantLayer)
+        assert isinstance(front, QuantLayer)
+        assert isinstance(back, QuantLayer)
         factors = _factors(back, ranges[pair.back], pair.bound)
         if pair.norm is None:
             front.weight.copy_(front.kind.from_rows(front, _by_row(front.weight_rows(), factors)))

@@ -50,16 +50,18 @@ class Reconstruction:
         lowest = {name: min(resolve_plan(model, plan)[name][0] for plan in settings.values()) for name in block.layers}
         modules = {model.get_submodule(name): bits for name, bits in lowest.items()}
         self.layers = {layer: bits for layer, bits in modules.items() if isinstance(layer, QuantLayer)}
-        self.weights = [(layer.weight, layer.weight.detach().clone(), step_of(layer, b)) for layer, b in self.layers.items()]
+        self.weights = [
+            (layer.weight, layer.weight.detach().clone(), step_of(layer, b)) for layer, b in self.layers.items()
+        ]
         self.offsets = [torch.zeros_like(start) for _, start, _ in self.weights]
 
     def parameters(self) -> list[dict[str, Any]]:
         """What is learned, with a learning rate each."""
         config = self.config
         groups = [{"params": [offset], "lr": config.weight_rate} for offset in self.offsets]
+        for scale in self._act_scales():
+            groups.append({"params": [scale], "lr": config.scale_rate * float(scale.detach())})
         for layer in self.layers:
-            for scale in () if layer.act_quantizer is None else layer.act_quantizer.scales.values():
-                groups.append({"params": [scale], "lr": config.scale_rate * float(scale.detach())})
             if layer.bias is not None:
                 groups.append({"params": [layer.bias], "lr": config.norm_rate * _size(layer.bias)})
         for name in self.block.norms:
@@ -67,12 +69,16 @@ class Reconstruction:
                 groups.append({"params": [parameter], "lr": config.norm_rate * _size(parameter)})
         return groups
 
+    def _act_scales(self) -> list[nn.Parameter]:
+        quantizers = [layer.act_quantizer for layer in self.layers if layer.act_quantizer is not None]
+        return [scale for quantizer in quantizers for scale in quantizer.scales.values()]
+
     def learn(self, plain: Values, quantized: Mapping[int, Values], after: Values, report: Report) -> None:
-        """Run all iterations. `plain` and `quantized` are what the block reads, `after` what the float model's gives."""
+        """Run all iterations. `plain` and `quantized` are what the block reads, `after` what it gives in float."""
         config, block, (node,) = self.config, self.block, self.block.made[-1:]
         optimizer = torch.optim.Adam(self.parameters())
         rates = [group["lr"] for group in optimizer.param_groups]
-        floors = [(s, s.detach() * _LEAST_SCALE) for l in self.layers if l.act_quantizer for s in l.act_quantizer.scales.values()]
+        floors = [(scale, scale.detach() * _LEAST_SCALE) for scale in self._act_scales()]
         energy = _energy(after, node)
         reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
         mixable = plain.is_mixable(reads) and after.is_mixable([node])

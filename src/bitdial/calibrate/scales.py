@@ -29,7 +29,8 @@ def choose_scales(
             start="balanced",
             importance={b: v for b, v in config.importance.items() if b in layer.bit_choices and v > 0},
         )
-        scales = weight_scales(layer.weight_rows(), quantizer.scale_shape, name=name, config=settings)
+        rows, shape, fixed = layer.weight_rows(), quantizer.scale_shape, layer.fixed_bits
+        scales = weight_scales(rows, shape, name=name, config=settings, fixed_bits=fixed)
         for bits, scale in scales.items():
             learned = quantizer.learned_scale(bits)
             assert learned is not None

@@ -139,7 +139,6 @@ class UntracedValues(Values):
             batch[node] = _input_of(root, module, inputs, block.name)
 
 
-
 class _ReachedError(BaseException):
     """Ends a pass; no model catches it."""
 

@@ -84,8 +84,12 @@ def _check_graph(model: nn.Module, blocks: list[Block], start: Environment, batc
 def _in_order(model: nn.Module, batch: Batch) -> dict[str, nn.Module]:
     """The quantised layers and switchable norms of `model`, in the order in which they first run."""
     found: dict[str, nn.Module] = {}
+
+    def hook(name: str) -> Any:
+        return lambda module, args: None if name in found else found.update({name: module})
+
     handles = [
-        module.register_forward_pre_hook(lambda m, args, name=name: found.setdefault(name, m) and None)
+        module.register_forward_pre_hook(hook(name))
         for name, module in model.named_modules()
         if isinstance(module, QuantLayer | SwitchableBatchNorm)
     ]
