@@ -1,0 +1,27 @@
+import json
+
+import pytest
+
+from bitdial import CalibrateConfig
+from bitdial.errors import ConfigError
+
+
+def test_settings_go_through_json_and_are_checked() -> None:
+    config = CalibrateConfig(effort="full", importance={8: 2, 4: 0.5})
+    assert CalibrateConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert (config.importance_of(8), config.importance_of(6)) == (2.0, 1.0)
+    for name, value in {
+        "effort": "slow",
+        "equalize": 1,
+        "iterations": 0,
+        "batch_size": 2.5,
+        "drop": 1.5,
+        "reach": -1,
+        "tolerance": "small",
+        "seed": None,
+        "importance": {8: -1.0},
+    }.items():
+        with pytest.raises(ConfigError, match=name):
+            CalibrateConfig(**{name: value})
+    with pytest.raises(ConfigError, match="unknown settings"):
+        CalibrateConfig.from_dict({"labels": True})

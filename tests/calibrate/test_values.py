@@ -1,0 +1,71 @@
+import torch
+from torch import Tensor
+
+from bitdial import set_bits
+from bitdial.calibrate.blocks import single_blocks
+from bitdial.calibrate.values import UntracedValues
+from bitdial.calibrate.walk import Walk
+
+from .conftest import images, mobile, prepared
+
+
+def leave(name: str, inputs: list[Tensor]) -> None:
+    pass
+
+
+def test_blocks_one_after_the_other_give_the_model() -> None:
+    x, model = images(12), prepared(mobile())
+    walk = Walk(model, list(x.split(5)))
+    set_bits(model, 4)
+    values, seen = walk.start(), []
+    for block in walk.blocks:
+        before = values.copy()
+        values.advance(model, block, lambda name, inputs: seen.append((name, len(inputs))))
+        assert all(set(batch) == set(block.gives) for batch in values.batches)
+        for node in block.reads:
+            assert all(node in batch for batch in before.batches)
+    out = torch.cat([batch[walk.blocks[-1].made[-1]] for batch in values.batches])
+    torch.testing.assert_close(out, torch.cat([model(b) for b in x.split(5)]), rtol=0, atol=0)
+    assert seen == [(name, 3) for block in walk.blocks for name in block.norms]
+
+
+def test_samples_are_taken_over_all_batches() -> None:
+    x, model = images(12), prepared(mobile())
+    walk = Walk(model, list(x.split(5)))
+    values = walk.start()
+    (start,) = [node for node in walk.blocks[0].nodes if node.op == "placeholder"]
+    assert values.is_mixable([start])
+    chosen = torch.tensor([11, 0, 6])
+    assert torch.equal(values.take([start], chosen)[start], x[chosen])
+    taken = values.take([start], 2)[start]
+    assert torch.equal(taken, x[10:])
+    taken.zero_()  # a copy: what a block does in place does not come back
+    assert torch.equal(values.batches[2][start], x[10:])
+    values.batches[1][start] = torch.zeros(5, 3, 4, 4)
+    assert not values.is_mixable([start])
+
+
+def test_the_distance_is_relative() -> None:
+    x, model = images(8), prepared(mobile())
+    walk = Walk(model, [x])
+    plain, other = walk.start(), walk.start()
+    for block in walk.blocks[:1]:
+        plain.advance(model, block, leave)
+        other.advance(model, block, leave)
+    (node,) = walk.blocks[0].made
+    assert other.distance(plain, walk.blocks[0]) == 0
+    other.batches[0][node] = plain.batches[0][node] * 1.1
+    assert abs(other.distance(plain, walk.blocks[0]) - 0.01) < 1e-6
+
+
+def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:
+    x, model = images(8), prepared(mobile())
+    (block,) = single_blocks({"second.filter.0": model.get_submodule("second.filter.0")})
+    values = UntracedValues(list(x.split(4)))
+    values.enter(model, block)
+    wanted: list[Tensor] = []
+    model.get_submodule(block.name).register_forward_pre_hook(lambda m, args: wanted.append(args[0]))
+    model(x[:4])
+    assert torch.equal(values.batches[0][block.reads[0]], wanted[0])
+    values.advance(model, block, leave)
+    assert list(values.batches[0]) == list(block.gives)
