@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from bitdial.dial.plan import BitPlan
+from bitdial.errors import ConfigError
+from bitdial.train.config import TrainConfig
 
 
 def roulette(bit_choices: Sequence[int], *, sensitive: bool) -> torch.Tensor:
@@ -54,6 +56,23 @@ class PlanSampler:
                 for name, anew, choice in zip(self.layers, redrawn.tolist(), drawn.tolist(), strict=True)
             }
         )
+
+
+def make_sampler(
+    config: TrainConfig,
+    layers: Sequence[str],
+    bit_choices: tuple[int, ...],
+    sensitivity: Mapping[str, float] | None,
+) -> PlanSampler | None:
+    """What draws the plans of a step; None if every pass is at one width."""
+    if config.sampling == "none":
+        return None
+    sensitive: set[str] = set()
+    if config.sampling == "hasb":
+        if sensitivity is None:
+            raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
+        sensitive = sensitive_layers(sensitivity)
+    return PlanSampler(layers, bit_choices, sensitive=sensitive, seed=config.seed)
 
 
 def sigma_at(epoch: int, *, sigma: float, epochs: int, warmup: int) -> float:
