@@ -163,6 +163,16 @@ def test_a_step_alone_in_a_group_is_that_without_one(
         assert torch.equal(value, ends[1][name]), name
 
 
+def test_a_step_that_is_older_than_the_group_is_refused(
+    monkeypatch: pytest.MonkeyPatch, make_model: Callable[..., nn.Module], make_images: Callable[..., Any]
+) -> None:
+    """Each process would train a model of its own."""
+    step = JointStep(make_model(), TrainConfig(epochs=1), steps_per_epoch=1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(TrainingError, match="join it first"):
+        step(*make_images(4))
+
+
 def test_backends_by_device(group: None) -> None:
     """On gloo steps are not recorded: it passes by the host."""
     assert (distributed.backend("cpu"), distributed.backend("cuda")) == ("gloo", "gloo")

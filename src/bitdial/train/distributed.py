@@ -30,6 +30,11 @@ def rank() -> int:
     return dist.get_rank() if active() else 0
 
 
+def is_first() -> bool:
+    """Whether this is process 0 of those that torchrun started, also before they join and after they leave."""
+    return rank() == 0 if active() else os.environ.get("RANK", "0") == "0"
+
+
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if active() else 1

@@ -96,10 +96,10 @@ class JointStep:
         self.distiller = Distiller(config, teacher=teacher, samples=samples, output=output)
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
-        by_ddp = distributed.reduced_by_ddp(model)
-        if not by_ddp:
+        self.by_ddp = distributed.reduced_by_ddp(model)
+        if not self.by_ddp:
             distributed.share_state(model)
-        fused = self.on_gpu and config.fused and not (by_ddp and distributed.world_size() > 1)
+        fused = self.on_gpu and config.fused and not (self.by_ddp and distributed.world_size() > 1)
         self.fast = FastModel(model, fused=fused)
         self.scales, self.weights = split_parameters(unwrap(model))
         if not self.weights:
@@ -114,7 +114,7 @@ class JointStep:
         self.scale_optimizers = make_scale_optimizers(config, self.scales, self.bit_choices)
         self.records = config.cuda_graph and self.own is None  # its step may not be fit for a CUDA graph
         self.slots = self._make_slots() if self.sampler is not None and fused and self.records else None
-        self.reducer = GradientReducer(self._learned()) if distributed.active() and not by_ddp else None
+        self.reducer = GradientReducer(self._learned()) if distributed.active() and not self.by_ddp else None
         self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
@@ -160,6 +160,8 @@ class JointStep:
         On a GPU the step becomes a CUDA graph, the report's tensors stay there and hold until the next step, and what
         went wrong is noticed at `check`, which runs every 50 steps.
         """
+        if self.reducer is None and not self.by_ddp and distributed.world_size() > 1:
+            raise TrainingError("the process group is younger than this step; join it first, then make the JointStep")
         self.labels.check(targets, epoch_begins=self.step % self.steps_per_epoch == 0)
         lr = self.learning_rate()
         self.rate = lr
