@@ -398,7 +398,8 @@ if __name__ == "__main__":
         "gloo", init_method=f"file://{OUT}/store", rank=RANK, world_size=2, timeout=datetime.timedelta(seconds=20)
     )
     for function in (
-        equal_after_every_step, the_same_as_under_ddp, a_parameter_that_one_rank_uses, different_models_are_refused, tables_equal_after_an_epoch,
+        equal_after_every_step, the_same_as_under_ddp, a_parameter_that_one_rank_uses, different_models_are_refused,
+        tables_equal_after_an_epoch,
         gradients_of_halves_are_those_of_the_whole,
         other_widths_stay_at_rest, only_the_first_writes, a_last_batch_smaller_than_the_ranks,
         a_resumed_run_equals_one_that_never_stopped, nan_on_one_rank_stops_both, sigterm_to_one_rank_stops_both,

@@ -7,8 +7,14 @@ from bitdial.cli.arguments import bit_list, positive, seed, weight_scheme
 
 # As in the library, which would take a second to import; so are the defaults in the texts. tests/cli/test_parser.py
 # compares both.
-RECIPES = ("digits", "cifar10-resnet20", "cifar10-mobilenetv2", "cifar10-resnet20-mixed", "cifar10-mobilenetv2-mixed")
-RECIPES += ("imagenet",)
+RECIPES = (
+    "digits",
+    "cifar10-resnet20",
+    "cifar10-mobilenetv2",
+    "cifar10-resnet20-mixed",
+    "cifar10-mobilenetv2-mixed",
+    "imagenet",
+)
 MODELS = ("resnet18", "resnet50", "mobilenet_v2")
 SCHEMES = ("double_rounding", "nested", "centred", "truncate", "adabits", "lsq", "dorefa")
 TIE_RULES = ("even", "up")
@@ -116,14 +122,14 @@ def _folder_options(folders: argparse._ArgumentGroup) -> None:
         "--weights",
         type=Path,
         metavar="FILE",
-        help="float weights to start from, as tools/imagenet_weights.py writes them",
+        help="float weights to start from, as tools/imagenet_weights.py writes",
     )
     folders.add_argument("--size", type=positive, metavar="PIXELS", help="side of the images (default: 224)")
     folders.add_argument(
         "--workers",
         type=positive,
         metavar="N",
-        help="processes that read images, for each that trains (default: cores)",
+        help="processes that read images for each that trains (default: cores)",
     )
 
 

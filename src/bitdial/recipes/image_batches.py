@@ -20,7 +20,9 @@ from bitdial.errors import ConfigError
 from bitdial.recipes.image_folder import Box, ImageList, cut_out, open_image
 from bitdial.train.data import Sample, rank_share
 
-AREAS, RATIOS, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+AREAS = (0.08, 1.0)  # of a random part, as a share of the image
+RATIOS = (3 / 4, 4 / 3)  # width over height
+TRIES = 10
 EVALUATED = 128  # images in a batch of evaluation
 SHORT_SIDE = 256 / 224  # of an image, relative to the square that is cut out of its middle
 
@@ -45,7 +47,7 @@ class Pixels:
                 raise ValueError("three numbers each are expected, those of std above 0, and the order RGB or BGR")
         except (KeyError, TypeError, ValueError) as problem:
             raise ConfigError(
-                f"{source}: how pixels become inputs is garbled ({problem!r}): {values!r:.80}"
+                f"{source} does not say how pixels become inputs ({problem!r}): {values!r:.80}"
             ) from problem
         return cls(mean, std, values["order"])
 
@@ -64,7 +66,7 @@ class Pixels:
 def random_box(width: int, height: int, draws: np.random.Generator) -> Box:
     """A part of 8 % to 100 % of the area, 3:4 to 4:3 in shape; the largest of such shape in the middle if ten fail."""
     areas = draws.uniform(*AREAS, TRIES) * width * height
-    ratios = np.exp(draws.uniform(*np.log(RATIOS), TRIES))
+    ratios = np.exp(draws.uniform(math.log(RATIOS[0]), math.log(RATIOS[1]), TRIES))
     widths, heights = np.rint(np.sqrt(areas * ratios)).astype(int), np.rint(np.sqrt(areas / ratios)).astype(int)
     fits = (widths >= 1) & (heights >= 1) & (widths <= width) & (heights <= height)
     if fits.any():
@@ -139,7 +141,7 @@ def _ignore_signals(worker: int) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read: the size of their square, how pixels become inputs, by how many workers, for which device."""
+    """How images are read: to squares of which size, to which inputs, by how many workers, for which device."""
 
     size: int
     pixels: Pixels
@@ -155,7 +157,7 @@ class Reading:
             collate_fn=_together,
             worker_init_fn=_ignore_signals,
             pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # the global one would be drawn from at each start, also at that of a resumed run
+            generator=torch.Generator(),  # the global one would be drawn from at each start, also of a resumed run
         )
         for batch in loader:
             if isinstance(batch, str):
@@ -192,7 +194,7 @@ class FolderData:
 
 
 class EvaluationData:
-    """Images of folders to evaluate on, the middle of each, as often as one likes; of several ranks each has a share."""
+    """Images of folders to evaluate on, the middle of each, as often as one likes; each rank has its share."""
 
     def __init__(self, images: ImageList, reading: Reading, *, rank: int = 0, world: int = 1):
         self.images, self.reading = images, reading

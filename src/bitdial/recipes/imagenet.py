@@ -13,6 +13,7 @@ Under torchrun each process reads and trains on its share, and process 0 writes.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -179,17 +180,16 @@ class _Images:
 
 
 def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device) -> RecipeOutcome:
-    options, settings, classes = run.options, run.settings, len(images.train.classes)
+    options, settings, widths = run.options, run.settings, tuple(run.settings["bit_choices"])
     workers = usual_workers() if options.workers is None else options.workers
     reading = Reading(settings["size"], start.pixels, workers, device)
     rank, world = distributed.rank(), distributed.world_size()
     held = EvaluationData(images.held, reading, rank=rank, world=world)
-    config = TrainConfig(
-        **settings_of(TrainConfig, settings), autocast=autocast_on(device), checkpoint_every=CHECKPOINT_EVERY
-    )
+    precision: dict[str, Any] = {"autocast": autocast_on(device), "checkpoint_every": CHECKPOINT_EVERY}
+    config = TrainConfig(**settings_of(TrainConfig, settings), **precision)
     float_model, whole = None, False
     if start.weights is not None:
-        float_model, whole = start.weights.build(classes, options.seed)
+        float_model, whole = start.weights.build(len(images.train.classes), options.seed)
         float_model = float_model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     model = _prepared(run, start, images, reading, float_model)
     data = FolderData(images.train, reading, batch_size=settings["batch"], seed=options.seed)
@@ -198,37 +198,24 @@ def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device)
         data,
         config,
         teacher=float_model if options.taught else None,
-        callbacks=[Validation(held, config_widths(settings))],
+        callbacks=[Validation(held, widths)],
         checkpoint=run.checkpoint,
         progress=options.progress,
     )
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        for bits in config_widths(settings) if settings["recalibrate"] else ():
-            share = data.batches(config.epochs, rank=rank, world=world)
-            recalibrate_norms(model, (batch.inputs for batch in islice(share, settings["recalibrate"])), bits)
+        for bits in widths if settings["recalibrate"] else ():
+            share = islice(data.batches(config.epochs, rank=rank, world=world), settings["recalibrate"])
+            recalibrate_norms(model, (batch.inputs for batch in share), bits)
             with at_bits(model, bits):
                 distributed.average_norms(model)
-        float_top1 = share_right(float_model, held) if float_model is not None and whole else None
-        if start.artifact is not None and float_top1 is None:
-            float_top1 = start.artifact.metrics.get("float_top1")
-        top1 = accuracies(model, held, config_widths(settings))
+        float_top1 = None if start.artifact is None else start.artifact.metrics.get("float_top1")
+        if float_model is not None and whole:
+            float_top1 = accuracies(float_model, held, (None,))[None]
+        top1 = {int(bits): found for bits, found in accuracies(model, held, widths).items() if bits is not None}
     metrics = run.metrics(float_top1=float_top1, top1=top1, data="", test=[])
     metrics["images"] = {"data": images.data.resolve().name, "part": images.part, "count": len(images.held)}
     metrics["input"] = start.pixels.to_dict() | {"size": settings["size"]}
-    if rank == 0:
-        save(model, run.artifact, metrics=metrics)
-        scheme = {} if start.artifact is None else {"scheme": start.artifact.scheme}
-        row = {"model": start.model, "processes": world} | result_row(
-            settings | scheme, run.changed, metrics, history, device
-        )
-        row |= {"split": "holdout" if options.holdout else "val", "images": len(images.train), "classes": classes}
-        row |= {"start_from": start.digest, "command": options.command}
-        if options.history is not None:
-            write_history(options.history, history, row)
-        if options.results is not None:
-            add_result(options.results, row)
-        run.checkpoint.unlink()
-    return RecipeOutcome(
+    outcome = RecipeOutcome(
         model=model,
         float_model=float_model,
         artifact=run.artifact,
@@ -238,11 +225,26 @@ def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device)
         top1=top1,
         test=held,
     )
+    if rank == 0:
+        _write(run, start, images, outcome, device)
+    return outcome
 
 
-def config_widths(settings: dict[str, Any]) -> tuple[int, ...]:
-    """The widths of a run."""
-    return tuple(settings["bit_choices"])
+def _write(run: RecipeRun, start: _Start, images: _Images, outcome: RecipeOutcome, device: torch.device) -> None:
+    """Save the artifact, then add the row and the history that were asked for."""
+    options, settings = run.options, run.settings
+    save(outcome.model, run.artifact, metrics=outcome.metrics)
+    if start.artifact is not None:
+        settings = settings | {"scheme": start.artifact.scheme}
+    row = {"model": start.model, "processes": distributed.world_size()}
+    row |= result_row(settings, run.changed, outcome.metrics, outcome.history, device)
+    row |= {"split": "holdout" if options.holdout else "val", "start_from": start.digest, **images.settings()}
+    row["command"] = options.command
+    if options.history is not None:
+        write_history(options.history, outcome.history, row)
+    if options.results is not None:
+        add_result(options.results, row)
+    run.checkpoint.unlink()
 
 
 def _prepared(
@@ -261,14 +263,14 @@ def _prepared(
         found = model(torch.zeros(1, 3, reading.size, reading.size, device=device)).shape[-1]
     if found != classes:
         raise ConfigError(
-            f"{run.options.start_from} is for {found} classes, and {images.data} has {classes}; start from --weights to "
-            "learn others"
+            f"{run.options.start_from} is for {found} classes, and {images.data} has {classes}; start from --weights "
+            "to learn others"
         )
     return model
 
 
 class Validation(Callback):
-    """Puts the accuracy at each of `bit_choices` into the row of each epoch: every image is read once for all widths."""
+    """Puts the accuracy at each of `bit_choices` into the row of each epoch; every image is read once for all."""
 
     def __init__(self, held: Iterable[tuple[Tensor, Tensor]], bit_choices: tuple[int, ...]):
         self.held, self.bit_choices = held, bit_choices
@@ -281,23 +283,18 @@ class Validation(Callback):
 
 
 def accuracies(
-    model: nn.Module, held: Iterable[tuple[Tensor, Tensor]], bit_choices: tuple[int, ...]
-) -> dict[int, float]:
-    """The share of images that are right at each width, over the shares that all processes have in `held`."""
-    right, seen = dict.fromkeys(bit_choices, 0), 0
-    for batch in held:
-        seen += len(batch[1])
-        for bits in bit_choices:
-            with at_bits(model, bits):
-                right[bits] += round(accuracy(model, [batch]) * len(batch[1]))
-    count = distributed.total(seen)
-    return {bits: distributed.total(value) / count for bits, value in right.items()}
+    model: nn.Module, held: Iterable[tuple[Tensor, Tensor]], settings: tuple[int | None, ...]
+) -> dict[int | None, float]:
+    """The share of images that are right at each setting, over what all processes have in `held`.
 
-
-def share_right(model: nn.Module, held: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """The same of a float model."""
-    right = seen = 0
+    A setting is a width, or None for a float model.
+    """
+    right, seen = dict.fromkeys(settings, 0), 0
     for batch in held:
-        right += round(accuracy(model, [batch]) * len(batch[1]))
-        seen += len(batch[1])
-    return distributed.total(right) / distributed.total(seen)
+        count = len(batch[1])
+        seen += count
+        for bits in settings:
+            with nullcontext() if bits is None else at_bits(model, bits):
+                right[bits] += round(accuracy(model, [batch]) * count)
+    everything = distributed.total(seen)
+    return {bits: distributed.total(value) / everything for bits, value in right.items()}

@@ -21,8 +21,8 @@ from bitdial.train.config import TAUGHT
 
 TEACHERS = ("resnet56",)
 NORM_FORMS = (*TRANSITIONS, "none")
-_NOT_SETTINGS = ("out", "name", "data", "start_from", "model", "weights", "workers")
-_NOT_SETTINGS += ("results", "history", "command", "progress", "replace")
+_INPUTS = ("data", "start_from", "model", "weights", "workers")
+_NOT_SETTINGS = (*_INPUTS, "out", "name", "results", "history", "command", "progress", "replace")
 OF_FOLDERS = ("model", "weights", "workers", "size")  # for recipes that read images from folders
 
 

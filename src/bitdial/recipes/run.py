@@ -43,8 +43,8 @@ class RecipeRun:
     def alone(self) -> Iterator[None]:
         """Keep the run's file to this process; ConfigError if another one is at it, or if what is there would be lost.
 
-        A file of the same run goes if there is a checkpoint to go on from, any file with `options.replace`. Of processes
-        that train together, the first has the file to itself.
+        A file of the same run goes if there is a checkpoint to go on from, any file with `options.replace`. Of
+        processes that train together, the first has the file to itself.
         """
         for config in (QuantConfig, TrainConfig):
             config(**settings_of(config, self.settings))  # what they refuse is refused before anything is written

@@ -96,7 +96,7 @@ def check_samples(inputs: Tensor, targets: Tensor, batch_size: int) -> None:
 
 
 def rank_share(index: Tensor, rank: int, world: int) -> Tensor:
-    """The share of `rank` in a batch of samples (count,): equal ones, or one sample each if there are fewer than ranks."""
+    """The share of `rank` in a batch (samples,): all have equal ones, or one sample if there are fewer than ranks."""
     share = len(index) // world
     return index[rank * share : (rank + 1) * share] if share else index[rank % len(index) :][:1]
 
