@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bitdial.errors import TrainingError
+from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.train import ArrayData, JointStep, TrainConfig, distributed
+from bitdial.train import ArrayData, JointStep, TrainConfig, distributed, reduction
 from bitdial.train.reduction import GradientReducer
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo")
@@ -94,8 +94,7 @@ def test_means_and_marks_of_two(two: list[Tensor]) -> None:
 
 def test_a_recorded_step_is_checked_later(two: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """While a graph is recorded nobody looks at the counts; they are added up on the device."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(reduction, "_is_recorded", lambda tensor: True)
     parameter = nn.Parameter(torch.zeros(3))
     reducer = GradientReducer([parameter])
     for other_has_one, agreed in ((True, True), (False, False)):
@@ -161,6 +160,14 @@ def test_a_step_alone_in_a_group_is_that_without_one(
                 dist.destroy_process_group()
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
+
+
+def test_a_sharded_model_is_refused(group: None, make_model: Callable[..., nn.Module]) -> None:
+    class FullyShardedDataParallel(nn.Sequential):
+        """Known by its name."""
+
+    with pytest.raises(ConfigError, match="parts of its parameters"):
+        JointStep(FullyShardedDataParallel(make_model()), TrainConfig(epochs=1), steps_per_epoch=1)
 
 
 def test_a_step_that_is_older_than_the_group_is_refused(

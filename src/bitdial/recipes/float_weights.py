@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bitdial.errors import ConfigError
 from bitdial.models import build_model
 from bitdial.recipes.image_batches import Pixels
+from bitdial.train import distributed
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class FloatWeights:
                 shapes = f"{tuple(self.tensors[name].shape)} in place of {tuple(own[name].shape)}"
                 raise ConfigError(f"{self.path} does not fit {self.name}: {name!r} is {shapes}")
         model.load_state_dict(own | {n: v for n, v in self.tensors.items() if n not in anew})
-        if anew:
+        if anew and distributed.is_first():
             log.warning(
                 "%s is for %d classes and the folder has %d: %s start anew, by the seed",
                 self.path,

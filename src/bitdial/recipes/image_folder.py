@@ -72,7 +72,7 @@ def open_image(path: Path) -> Any:
     try:
         from PIL import Image, ImageOps
     except ImportError as problem:
-        raise MissingDependencyError.missing("images", "Pillow") from problem
+        raise MissingDependencyError.missing("images", "pillow") from problem
     try:
         with Image.open(path) as image:
             image.load()

@@ -92,6 +92,7 @@ def train(
         evaluation.rehearse()
     with make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps) as view:
         loop.run_all(view)
+    step.graphs.clear()  # recorded collectives would keep a process group from ending
     set_bits(model, step.bit_choices[0])
     model.eval()
     return loop.run.history

@@ -79,11 +79,10 @@ class GradientReducer:
     def reduce(self) -> None:
         """Replace every gradient by its mean over the processes."""
         world = distributed.world_size()
-        recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         for bucket in self.buckets:
             present = bucket.fill(1.0 / world)
             dist.all_reduce(bucket.flat)
-            if recording:  # nobody can look at the counts now: they are kept for `check`
+            if _is_recorded(bucket.flat):  # nobody can look at the counts now: they are kept for `check`
                 self.disagreed.add_(((bucket.counts != 0) & (bucket.counts != world)).any())
             else:
                 counts = bucket.counts.tolist()
@@ -98,3 +97,8 @@ class GradientReducer:
                 "the processes had gradients of different parameters in a step recorded as a CUDA graph: what the "
                 "model does depends on its data. Train with TrainConfig(cuda_graph=False, fused=False)"
             )
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether what happens to `tensor` now is recorded in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -57,7 +57,8 @@ class JointStep:
 
     In a process group every process makes one and calls it at the same time: all get the model of rank 0, and gradients
     and norm statistics are averaged. A model in DistributedDataParallel(find_unused_parameters=True) has its gradients
-    averaged by that, without fused kernels and CUDA graphs.
+    averaged by that, without fused kernels and CUDA graphs. Where steps are recorded, let go of the JointStep before
+    the process group is destroyed: its graphs hold the group's collectives.
     """
 
     def __init__(
