@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -266,17 +265,9 @@ def test_two_processes_under_torchrun(
 ) -> None:
     """The command of eight GPUs with two processes on the CPU: one file, one row, one voice."""
     data, weights, out = make_folder(val=3), make_weights(), tmp_path / "run"
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += [
-        "--master-port",
-        str(port),
-        "-m",
-        "bitdial",
-        *words(data, weights, out, "--epochs", "2", "--bits", "8,2"),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", "-m", "bitdial"]
+    command += words(data, weights, out, "--epochs", "2", "--bits", "8,2")
     few = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
     for said in ("Saved ", "this run is finished"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=few)
