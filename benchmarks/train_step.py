@@ -12,6 +12,10 @@ in bf16 autocast, channels-last, with Adam:
     peer           a step at 4 bits with brevitas, which trains one width a model; `peers.py` says how to get it
     peer compiled  the same under torch.compile; only with --compile, since compiling takes minutes
 
+With --process-group also the joint step as one process of a group, whose gradients, losses and norm statistics go
+through its collectives (NCCL on a GPU, gloo on the CPU), beside the same step without a group: what they cost before
+any byte leaves the device. `time_vs_alone` has the ratio.
+
 Times are divided by the number of widths the step trains. The variants alternate, and each time is the median over the
 rounds, so the ratios hold although the machine's speed may drift.
 
@@ -37,6 +41,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peers import GET_BREVITAS, brevitas_model, has_brevitas
 from timing import command
@@ -54,6 +59,7 @@ SMOKE_SHAPE = (2, 3, 32)
 BIT_CHOICES = (8, 6, 4, 2)
 PEER_BITS = 4
 COMPILED = "peer compiled"
+GROUPED = "joint in a group"
 WARM_UP = EAGER_STEPS + 4  # some eager steps, the recording, some replays
 MOST_STEPS, ROUND_MS = 20, 400  # steps a round, fewer where that would take longer
 CIFAR10_STEPS = 196  # an epoch: 50,000 images in batches of 256
@@ -327,6 +333,44 @@ def measure_model(name: str, work: Work, variants: list[str], rounds: int) -> li
     return rows
 
 
+@contextlib.contextmanager
+def process_group(backend: str) -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_group(name: str, work: Work, rounds: int) -> dict[str, Any]:
+    """The row of the joint step in a process group, timed side by side with a step that was made before there was one.
+
+    On a GPU that one replays its graph, which knows of no group. The CPU has no graphs: there, in a trial, it exchanges
+    losses and statistics too.
+    """
+    on_gpu = work.inputs.is_cuda
+    row: dict[str, Any] = {"model": name, "variant": GROUPED, "batch": list(work.inputs.shape), "bits": [*BIT_CHOICES]}
+    with noting(row):
+        alone = build_joint(work)
+        for _ in range(WARM_UP if on_gpu else 1):
+            alone()
+        with process_group("nccl" if on_gpu else "gloo"):
+            grouped = build_joint(work)
+            for _ in range(WARM_UP if on_gpu else 1):
+                grouped()
+            count = max(2, min(MOST_STEPS, int(ROUND_MS / milliseconds(grouped, 2, on_gpu=on_gpu))))
+            times = [
+                [milliseconds(step, count, on_gpu=on_gpu) for step in (alone, grouped)] for _ in range(max(rounds, 1))
+            ]
+            del grouped  # a recorded step must not outlive the group that it calls
+            free_memory()
+        without, within = (statistics.median(column) for column in zip(*times, strict=True))
+        row |= {"steps_per_round": count, "ms_per_step": round(within, 4), "time_vs_alone": round(within / without, 3)}
+        row["ms_per_bitwidth"] = round(within / len(BIT_CHOICES), 4)
+    return row
+
+
 def add_ratios(rows: list[dict[str, Any]]) -> None:
     """Set one network's rows in relation to its float step, in place; where that is missing, there is no ratio."""
     base = next((row for row in rows if row["variant"] == "float"), {})
@@ -354,6 +398,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{text} {row['error'].splitlines()[0]}"
     text += f" {row['ms_per_bitwidth']:9.3f} ms a width"
     text += f" {row['time_vs_float']:6.2f}x" if "time_vs_float" in row else ""
+    text += f" {row['time_vs_alone']:6.2f}x the time without" if "time_vs_alone" in row else ""
     text += f" {row['peak_mib']:9.0f} MiB" if "peak_mib" in row else ""
     return text + (f" {row['memory_vs_float']:6.2f}x" if "memory_vs_float" in row else "")
 
@@ -368,7 +413,10 @@ def measure_gpu(models: list[str], options: argparse.Namespace) -> list[dict[str
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):  # as the recipes have it
         for name in models:
             shape = SMOKE_SHAPE if options.smoke else GPU_SHAPES[name]
-            found = measure_model(name, Work.make(name, shape, options.device, options.seed), variants, options.rounds)
+            work = Work.make(name, shape, options.device, options.seed)
+            found = measure_model(name, work, variants, options.rounds)
+            if options.process_group:
+                found.append(measure_group(name, work, options.rounds))
             print("\n".join(map(line, found)), flush=True)
             rows += found
     return rows
@@ -400,6 +448,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(SHAPES | GPU_SHAPES))
     parser.add_argument("--variants", nargs="+", choices=plain, default=plain, help="of the GPU half")
     parser.add_argument("--compile", action="store_true", help="measure the peer under torch.compile too")
+    parser.add_argument("--process-group", action="store_true", help="measure the joint step in a process group too")
     parser.add_argument("--smoke", action="store_true", help="try the GPU half on two small images, on any device")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)

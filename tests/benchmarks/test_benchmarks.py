@@ -32,12 +32,16 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_smoke_run_writes_a_row_for_each_variant(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     options = ["--smoke", "--device", "cpu", "--models", "resnet20", "--rounds", "1", "--out", str(out)]
+    options += ["--process-group"]
     subprocess.run([sys.executable, str(FOLDER / "train_step.py"), *options], check=True, timeout=300)
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) >= {"float", "joint", "eager", "float eager"}
     assert not [row for row in rows.values() if "error" in row]
     assert rows["joint"]["ms_per_bitwidth"] == pytest.approx(rows["joint"]["ms_per_step"] / 4, abs=1e-3)
     assert rows["float"]["time_vs_float"] == 1
+    grouped = rows["joint in a group"]
+    assert grouped["time_vs_alone"] > 0
+    assert grouped["ms_per_bitwidth"] == pytest.approx(grouped["ms_per_step"] / 4, abs=1e-3)
 
 
 def test_ratios_are_to_the_float_row(script: ModuleType) -> None:

@@ -57,7 +57,7 @@ def test_what_another_process_writes_is_left_to_it(
         (["search", "FILE", "--average-bits", "3", "--out", "FILE"], "this is the artifact too"),
         (["pareto", "FILE", "--out", "HERE/a", "--report", "HERE/x/../a"], "this is --report too"),
         (["export", "FILE", "--onnx", "FILE"], "this is the artifact too"),
-        (["export", "FILE", "--onnx", "HERE"], "this is a folder; name a file"),
+        (["export", "FILE", "--onnx", "HERE"], "/model.onnx"),
         (["export", "FILE", "--onnx", "FILE/x.onnx"], "net.safetensors is not a folder"),
         (["sensitivity", "FILE", "--out", "HERE"], "this is a folder; name a file"),
         (["demo", "--out", "FILE"], "net.safetensors is not a folder"),

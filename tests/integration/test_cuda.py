@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import bitdial
 from bitdial import functional as bf
@@ -218,3 +219,44 @@ def test_a_model_without_a_convolution_is_recorded() -> None:
     losses = [float(step(x, y).loss[2]) for _ in range(9)]
     assert step.graphs._recorded
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch without NCCL")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate": 2}, {"sampling": "random", "sigma_warmup": 0}, {"update": "accumulated", "alrs": "off"}],
+    ids=str,
+)
+def test_a_process_of_a_group_keeps_fused_kernels_and_graphs(
+    settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collectives of one process change nothing. Kernels may add up in any order: the ends are close, not equal."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 3, 16, 16, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
+    start = bitdial.prepare(bitdial.build_model("cifar_resnet", blocks=1, width=8).cuda(), bitdial.QuantConfig(), x)
+    ends, losses = [], []
+    for grouped in (False, True):
+        if grouped:
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            model = copy.deepcopy(start)
+            config = bitdial.TrainConfig(epochs=3, lr=1e-3, autocast=None, **settings)
+            step = bitdial.JointStep(model, config, steps_per_epoch=4)
+            assert (step.reducer is not None) == grouped
+            assert step.fast.convolutions, "it is fused"
+            for epoch in range(3):
+                for batch in bitdial.ArrayData(x, y, batch_size=16).batches(epoch):
+                    report = step(batch.inputs, batch.targets)
+            step.check()
+            assert step.graphs._recorded, "it is recorded"
+            assert (step.slots is not None) == ("sampling" in settings)
+            losses.append([float(report.loss[bits]) for bits in (8, 6, 4, 2)])
+            ends.append(torch.cat([value.detach().flatten() for value in model.parameters()]))
+            step.graphs.clear()
+        finally:
+            if grouped:
+                dist.destroy_process_group()
+    begun = torch.cat([value.detach().flatten() for value in start.parameters()])
+    assert (ends[1] - ends[0]).norm() < 0.01 * (ends[0] - begun).norm()
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

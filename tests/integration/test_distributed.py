@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -15,18 +14,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 SCRIPT = '''
-import datetime, json, os, signal, sys, traceback, warnings
+import datetime, inspect, json, os, signal, sys, traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import bitdial.files.container as container
 from bitdial.prepare.config import QuantConfig
 from bitdial.files.container import read_container
-from bitdial.errors import BitdialError, CheckpointError
+from bitdial.errors import BitdialError, CheckpointError, ConfigError
 from bitdial.dial.dial import set_bits
 from bitdial.prepare.prepare import prepare
 from bitdial.train import ArrayData, JointStep, TrainConfig, distributed, train
@@ -47,6 +47,19 @@ def make(seed=0, norms=True, dropout=0.0, dtype=torch.float32):
         nn.Flatten(), nn.Dropout(dropout), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 3),
     )
     return prepare(net, QuantConfig(bit_choices=BITS), INPUTS).to(dtype)
+
+
+def in_ddp(model):
+    """As a user would; torch 2.13 renames the setting that keeps it from overwriting the norm statistics."""
+    sync = {"forward_sync_buffers", "broadcast_buffers"} & set(inspect.signature(DistributedDataParallel).parameters)
+    return DistributedDataParallel(model, find_unused_parameters=True, **{max(sync): False})
+
+
+def as_it_is(model):
+    return model
+
+
+WAYS = {"own": as_it_is, "DDP": in_ddp}  # who averages the gradients
 
 
 def data(batch_size=8):
@@ -104,16 +117,24 @@ CONFIGS = {
     "sgd, clipped": {"optimizer": "sgd", "clip_norm": 0.5},
     "A.1": {"update": "accumulated", "alrs": "off"},
     "progressive": {"distill": "progressive"},
+    "parts": {"accumulate": 2},
+    "sampled": {"sampling": "random", "sigma": 0.9, "sigma_warmup": 0},
+    "own optimizer": {},
 }
+
+
+def make_step(model, name, epochs=2):
+    """The step of a config; each rank starts with weights of its own: the first one's count."""
+    own = (lambda named: torch.optim.RMSprop([p for _, p in named], lr=1e-3)) if name == "own optimizer" else None
+    config = TrainConfig(epochs=epochs, lr=1e-2, **CONFIGS[name])
+    return JointStep(model, config, steps_per_epoch=3, samples=20, optimizer=own)
 
 
 def equal_after_every_step():
     problems = []
-    for name, settings in CONFIGS.items():
-        model = make(seed=RANK)  # each rank starts with weights of its own: the first one's count
-        step = JointStep(
-            distributed.wrap(model), TrainConfig(epochs=2, lr=1e-2, **settings), steps_per_epoch=3, samples=20
-        )
+    for name in CONFIGS:
+        model = make(seed=RANK)
+        step = make_step(model, name)
         shares = []
         for epoch in range(2):
             for batch in data().batches(epoch, rank=RANK, world=2):
@@ -130,12 +151,71 @@ def equal_after_every_step():
     return problems
 
 
+def the_same_as_under_ddp():
+    """Bit for bit: a mean of two is one rounding. With parts, DDP averages each of them and ours their sum: float64."""
+    problems = []
+    for name in CONFIGS:
+        rows, reports = {}, {}
+        dtype = torch.float64 if name == "parts" else torch.float32
+        for way, wrap in WAYS.items():
+            model = make(dtype=dtype)
+            step = make_step(wrap(model), name, epochs=1)
+            for batch in data().batches(0, rank=RANK, world=2):
+                reports[way] = step(batch.inputs.to(dtype), batch.targets, batch.index)
+            rows[way] = state(model, step)
+        peaks = [flat([*r.weight_scale_peaks.values(), *r.act_scale_peaks.values()]) for r in reports.values()]
+        for mine, theirs in (rows.values(), peaks):
+            same = torch.allclose(mine, theirs, rtol=1e-9) if name == "parts" else torch.equal(mine, theirs)
+            if not same:
+                problems.append(f"{name}: {float((mine - theirs).abs().max())} off")
+    return problems
+
+
+class Branches(nn.Module):
+    """Goes one of two ways, by the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.one, self.other, self.idle, self.head = (nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return self.head(torch.relu(self.one(x) if x.shape[0] % 2 else self.other(x)))
+
+
+def a_parameter_that_one_rank_uses():
+    """It gets half of that rank's gradient, on both; what no rank uses gets none and stays."""
+    problems, ends = [], {}
+    for way, wrap in WAYS.items():
+        torch.manual_seed(0)
+        model = prepare(Branches(), QuantConfig(bit_choices=(8, 2)), torch.randn(9, 4))
+        step = JointStep(wrap(model), TrainConfig(epochs=1, lr=1e-2), steps_per_epoch=2)
+        before = model.idle.weight.detach().clone()
+        step(torch.ones(2 + RANK, 4), torch.zeros(2 + RANK, dtype=torch.int64))
+        if not torch.equal(before, model.idle.weight) or model.other.weight.grad is not None:
+            problems.append(f"{way}: a layer at rest moved, or a gradient is left")
+        ends[way] = state(model, step)
+        if not same_everywhere(ends[way]):
+            problems.append(f"{way}: the ranks differ")
+        if way == "own" and step.reducer.uniform:
+            problems.append("nobody noticed that the ranks went different ways")
+    if not torch.equal(*ends.values()):
+        problems.append("not as under DDP")
+    return problems
+
+
+def different_models_are_refused():
+    try:
+        JointStep(make(norms=RANK == 0), TrainConfig(epochs=1), steps_per_epoch=1)
+    except ConfigError as error:
+        return [] if "the processes hold different models" in str(error) else [str(error)]
+    return ["they were taken"]
+
+
 def tables_equal_after_an_epoch():
     problems = []
     model = make()
-    step = JointStep(
-        distributed.wrap(model), TrainConfig(epochs=2, distill="progressive"), steps_per_epoch=3, samples=20
-    )
+    step = JointStep(model, TrainConfig(epochs=2, distill="progressive"), steps_per_epoch=3, samples=20)
     for batch in data().batches(0, rank=RANK, world=2):
         step(batch.inputs, batch.targets, batch.index)
     known = int((~step.distiller.current[:, 0].isnan()).sum())
@@ -164,11 +244,9 @@ def gradients_of_halves_are_those_of_the_whole():
         whole[bits] = {n: p.grad.clone() for n, p in alone.named_parameters() if p.grad is not None}
         for n, g in whole[bits].items():
             total[n] = total[n] + g if n in total else g
-    for update in ("separate", "accumulated"):
+    for update, way in (("separate", "own"), ("accumulated", "own"), ("separate", "DDP"), ("accumulated", "DDP")):
         model = make(norms=False, dtype=torch.float64)
-        step = JointStep(
-            distributed.wrap(model), TrainConfig(epochs=1, update=update, alrs="off"), steps_per_epoch=1
-        )
+        step = JointStep(WAYS[way](model), TrainConfig(epochs=1, update=update, alrs="off"), steps_per_epoch=1)
         found = {}
         step._update = lambda report, bits: found.update(
             {bits: {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
@@ -193,7 +271,7 @@ def gradients_of_halves_are_those_of_the_whole():
 def other_widths_stay_at_rest():
     problems = []
     model = make()
-    step = JointStep(distributed.wrap(model), TrainConfig(epochs=1, lr=1e-2), steps_per_epoch=4)
+    step = JointStep(model, TrainConfig(epochs=1, lr=1e-2), steps_per_epoch=4)
     batch = next(data().batches(0, rank=RANK, world=2))
     step(batch.inputs, batch.targets)
     before = {n: v.clone() for n, v in model.state_dict().items()}
@@ -287,13 +365,6 @@ def nan_on_one_rank_stops_both():
     return problems
 
 
-def wrapping_gives_no_warning():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        distributed.wrap(make())
-    return [f"{w.category.__name__}: {w.message}" for w in caught]
-
-
 def sigterm_to_one_rank_stops_both():
     """At steps that the ranks reach at different times; both must save and stop at one and the same."""
     problems = []
@@ -326,7 +397,8 @@ if __name__ == "__main__":
         "gloo", init_method=f"file://{OUT}/store", rank=RANK, world_size=2, timeout=datetime.timedelta(seconds=20)
     )
     for function in (
-        wrapping_gives_no_warning, equal_after_every_step, tables_equal_after_an_epoch,
+        equal_after_every_step, the_same_as_under_ddp, a_parameter_that_one_rank_uses, different_models_are_refused,
+        tables_equal_after_an_epoch,
         gradients_of_halves_are_those_of_the_whole,
         other_widths_stay_at_rest, only_the_first_writes, a_last_batch_smaller_than_the_ranks,
         a_resumed_run_equals_one_that_never_stopped, nan_on_one_rank_stops_both, sigterm_to_one_rank_stops_both,
@@ -337,20 +409,14 @@ if __name__ == "__main__":
 '''
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What both ranks say of each check, from one launch."""
     folder = tmp_path_factory.mktemp("distributed")
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    command += ["--master-port", str(free_port()), str(script), str(folder)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", str(script), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     log = folder / "log"
     with log.open("wb") as stream:
@@ -368,8 +434,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     "name",
     [
         "joined",
-        "wrapping_gives_no_warning",
         "equal_after_every_step",
+        "the_same_as_under_ddp",
+        "a_parameter_that_one_rank_uses",
+        "different_models_are_refused",
         "tables_equal_after_an_epoch",
         "gradients_of_halves_are_those_of_the_whole",
         "other_widths_stay_at_rest",

@@ -56,8 +56,8 @@ def make(
         words = pack_words(codes.to(DEVICE), fields)
     else:
         fields = packed_fields(bits)
-        arena = PackedWeightPool({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
-        words = arena.words("fc")
+        pool = PackedWeightPool({"fc": codes}, high=8, bit_choices=(bits,), scheme=scheme, device=DEVICE)
+        words = pool.words("fc")
     low = bf.narrow(codes, high=8, low=bits, scheme=scheme)
     exact = scale.double() if multipliers is None else scale.double()[:, None] * multipliers
     values = bf.dequantize(low, exact, shift=8 - bits, scheme=scheme)

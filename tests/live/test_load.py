@@ -19,6 +19,7 @@ from bitdial import (
     TrainConfig,
     at_bits,
     build_model,
+    code_exact,
     evaluate,
     get_bits,
     load,
@@ -27,9 +28,11 @@ from bitdial import (
     read_artifact,
     save,
     set_bits,
+    view_at_bits,
 )
 from bitdial.errors import BitdialError, ConfigError, PlanError, QuantizationError
 from bitdial.live.layers import LiveLayer
+from bitdial.live.plain import plain_copy
 from bitdial.nn import QuantLayer
 
 SCHEMES = ("double_rounding", "nested", "truncate", "adabits", "lsq", "dorefa")
@@ -236,6 +239,41 @@ def test_kinds_mixed_by_rules(tmp_path: Path) -> None:
         "point",
     }
     assert differences(model, live, images(2), plans=6) == []
+
+
+class Transposed(nn.Module):
+    """An unquantised head, and a quantised layer without a bias, on views of what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.lstm = nn.Linear(6, 16), nn.LSTM(16, 12, batch_first=True)
+        self.middle, self.head = nn.Linear(12, 24, bias=False), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.lstm(self.stem(x).relu())[0])
+        return self.head(x.transpose(0, 1).relu())
+
+
+def test_views_of_other_strides_give_the_same_bits(tmp_path: Path) -> None:
+    """PyTorch multiplies a transposed view in another order once the weight wants no gradient."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, 6)
+    config = QuantConfig(bit_choices=(8, 4, 2))
+    for batch in (x, x[:1]):
+        model = prepare(Transposed(), config, batch).eval()
+        save(model, tmp_path / "net.safetensors")
+        live = load(tmp_path / "net.safetensors", Transposed())
+        for bits in config.bit_choices:
+            set_bits(model, bits)
+            set_bits(live, bits)
+            with torch.no_grad():
+                expected = model(batch)
+            assert torch.equal(live(batch), expected)
+            assert torch.equal(model(batch), expected)  # with gradients
+            assert torch.equal(view_at_bits(live, bits)(batch), expected)
+    assert isinstance(live.head, nn.Linear)
+    assert type(plain_copy(live).head) is nn.Linear
+    assert torch.isfinite(code_exact(live)(x)).all()
 
 
 def test_norms_that_are_not_switched(tmp_path: Path) -> None:

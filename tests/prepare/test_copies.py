@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from bitdial import JointStep, QuantConfig, TrainConfig, at_bits, load, load_trainable, prepare, save
+from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer
 
 BITS = (8, 4, 2)
@@ -82,6 +83,18 @@ def test_the_model_inside_a_wrapper_is_prepared(tmp_path: Path) -> None:
         save(model, tmp_path / "m")
         for plain in (made(), wrapped):
             assert same(outputs(load(tmp_path / "m", plain)), outputs(expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_torch_jit_compiled_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    save(prepare(made(), CONFIG, IMAGES), tmp_path / "net.safetensors")
+    whole, part = torch.jit.trace(made().eval(), IMAGES), made()
+    part.block = torch.jit.script(part.block)
+    for model, words in ((whole, "the model is compiled by torch.jit"), (part, "module 'block' is compiled by torch")):
+        with pytest.raises(ConfigError, match=f"{words}.*pass the nn.Module that it was made from"):
+            prepare(model, CONFIG, IMAGES)
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path / "net.safetensors", model)
 
 
 def test_a_model_in_distributed_data_parallel_too(tmp_path: Path) -> None:

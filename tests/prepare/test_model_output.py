@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import ConfigError, TrainingError
-from bitdial.prepare.model_output import find_class_axis, known_class_axis, selected
+from bitdial.prepare.model_output import find_class_axis, known_class_axis, no_tensor, selected
 
 
 def test_what_is_selected() -> None:
@@ -40,6 +40,16 @@ def test_what_is_selected() -> None:
 def test_what_is_not_there(returned: Any, output: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         selected(returned, output)
+
+
+def test_what_is_said_of_an_output_that_is_no_tensor() -> None:
+    for returned, words in (
+        ({"loss": 1, "logits": 2}, "a dict of 'loss', 'logits'; say which part is meant: output='logits'"),
+        ({"scores": 1}, "a dict of 'scores'; say which part is meant: output='scores'"),
+        ((1, 2, 3), "a tuple of 3; say which part is meant: output=0, its first"),
+        (SimpleNamespace(logits=1), "a SimpleNamespace instead of a tensor; say which part of it is meant: output='l"),
+    ):
+        assert words in no_tensor(returned)
 
 
 def shaped(output: tuple[int, ...], targets: tuple[int, ...]) -> tuple[Tensor, Tensor]:

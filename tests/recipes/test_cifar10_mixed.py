@@ -158,7 +158,9 @@ def test_other_files_and_other_recipes(start: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="takes no --start-from"):
         RECIPES["digits"](RecipeOptions(out=tmp_path, start_from=start, sampling="random"))
     with pytest.raises(ConfigError, match="go together"):
-        options(start, sampling="none")
+        RecipeOptions(out=tmp_path, sampling="random")
+    with pytest.raises(ConfigError, match="say --start-from FILE and --sampling hasb"):
+        RECIPES["cifar10-resnet20-mixed"](options(start, sampling="none", sigma_warmup=10))
     with pytest.raises(ConfigError, match="need --sampling"):
         RecipeOptions(out=tmp_path, sigma=0.1)
     with pytest.raises(ConfigError, match="--transitions needs --sampling"):

@@ -235,8 +235,8 @@ def test_runs_of_other_settings_share_no_file(tmp_path: Path, tiny: None, monkey
         with pytest.raises(Stop):
             resnet20(tmp_path, **changes)
     assert len(set(used)) == len(CHANGES) + 1
-    mixed = {"sampling", "sigma", "sigma_warmup", "transitions"}  # these recipes refuse them
-    every_setting = {f.name for f in fields(RecipeOptions)} - set(_NOT_SETTINGS) - mixed
+    others = {"sampling", "sigma", "sigma_warmup", "transitions", "size"}  # these recipes refuse them
+    every_setting = {f.name for f in fields(RecipeOptions)} - set(_NOT_SETTINGS) - others
     assert every_setting == {name for changes in CHANGES for name in changes}, "all settings are tried here"
 
 

@@ -24,7 +24,7 @@ def test_every_setting_has_a_place_to_go() -> None:
     """One that belongs to no config and that the recipes do not read would be taken and ignored."""
     settings, changed = RecipeOptions(out=Path("out")).settings()
     read_by_recipes = {"holdout", "seed", "float_epochs", "batch", "cutout", "recalibrate", "transitions"}
-    read_by_recipes |= {"teacher", "teacher_seed"}
+    read_by_recipes |= {"teacher", "teacher_seed", "size"}
     configs = {f.name for config in (QuantConfig, TrainConfig) for f in dataclasses.fields(config)}
     assert set(settings) - read_by_recipes <= configs
     assert changed == {}

@@ -153,7 +153,7 @@ def test_csv_has_a_line_for_each_epoch_and_width(make_model: MakeModel, make_dat
         row = history.rows[int(line["epoch"])]
         assert float(line["loss"]) == row["loss"][line["bits"]]
         assert float(line["measured.share"]) == row["measured"][line["bits"]]["share"]
-    with pytest.raises(BitdialError, match="this is a folder"):
+    with pytest.raises(BitdialError, match=r"this is a folder; name a file in it, such as .*log\.csv"):
         train(make_model(), data, TrainConfig(epochs=1), callbacks=[CsvLog(tmp_path)], progress=False)
 
 

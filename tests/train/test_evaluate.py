@@ -93,7 +93,7 @@ def test_accuracy_of_a_part_of_the_output() -> None:
     batches, targets = [(LOGITS, torch.tensor([1, 2, 0, 1, 0]))], 3 / 5
     assert accuracy(Several(), batches, output="logits") == targets
     assert accuracy(Several(), batches, output=lambda out: out["both"][1]) == targets
-    with pytest.raises(TrainingError, match="got dict; say which part: output='logits'"):
+    with pytest.raises(TrainingError, match=r"a dict of 'loss', 'logits', 'both'; .*: output='logits'"):
         accuracy(Several(), batches)
 
 
@@ -158,7 +158,7 @@ def test_outputs_and_targets_that_are_no_tensors() -> None:
         def forward(self, x: Tensor, factor: float = 1.0) -> Any:
             return {"logits": x}
 
-    with pytest.raises(TrainingError, match="the model's output must be one tensor to compare, got dict"):
+    with pytest.raises(TrainingError, match="a dict of 'logits'; say which part is meant: output='logits'"):
         accuracy(Wrapped(), [(LOGITS, torch.zeros(5))])
     with pytest.raises(TrainingError, match="the targets must be one tensor to compare, got list"):
         accuracy(Echo(), [(LOGITS, [0, 0, 0, 0, 0])])  # type: ignore[list-item]

@@ -338,6 +338,20 @@ def test_labels_that_are_left_out_or_no_labels(make_model: MakeModel, make_data:
     )
 
 
+def test_outputs_that_are_no_tensor_are_named_before_anything_is_trained(
+    make_model: MakeModel, make_data: MakeData
+) -> None:
+    model = make_model()
+    model.register_forward_hook(lambda module, args, out: {"features": out, "logits": out})
+    before = {name: value.clone() for name, value in model.state_dict().items() if "weight" in name}
+    with pytest.raises(
+        TrainingError, match=r"a dict of 'features', 'logits'; say which part is meant: output='logits'"
+    ):
+        train(model, make_data(), TrainConfig(epochs=1), progress=False)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    train(model, make_data(), TrainConfig(epochs=1), output="logits", progress=False)
+
+
 def test_a_gpu_is_not_waited_for_at_every_step() -> None:
     """Labels there are looked at in the first batch of an epoch, and not again if all of them have been."""
 

@@ -63,6 +63,7 @@ def test_groups_have_rates_of_their_own_times_the_schedule(make_model: MakeModel
         (lambda named: torch.optim.SGD([*(p for _, p in named), nn.Parameter(torch.ones(1))]), "has other parameters"),
         (lambda named: torch.optim.LBFGS([p for _, p in named]), "steps without a closure"),
         (lambda named: None, "it returned None"),
+        (torch.optim.SGD([torch.zeros(1)]), "optimizer is of type SGD; it must be a function that makes one"),
         (lambda named: (torch.optim.SGD(named), 0.5), "the schedule 0.5 must be a function"),
         (lambda named: (torch.optim.SGD(named), lambda step: -1.0), "the schedule gives -1.0 at step 0"),
     ],

@@ -21,7 +21,10 @@ def writing(options: argparse.Namespace, places: Mapping[str, Path | None]) -> I
     wanted = {name: path for name, path in places.items() if path is not None}
     known = {ARTIFACT: options.file} if "file" in options else {}
     for name, path in wanted.items():
-        (check_folder if name == "--hf" else check_target)(name, path)
+        if name == "--hf":
+            check_folder(name, path)
+        else:
+            check_target(name, path, "model.onnx" if name == "--onnx" else "file.json")
         for other, there in (known | wanted).items():
             if other != name and path.resolve() == there.resolve():
                 raise ConfigError(f"{name} {path}: this is {other} too; choose another place")

@@ -7,16 +7,24 @@ from typing import Any
 from bitdial.cli.tables import percent, show_table, stored_accuracies
 from bitdial.recipes import RECIPES, RecipeOptions
 from bitdial.recipes.run import FinishedRun, describe_images
+from bitdial.train import distributed
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run a recipe and show its accuracies; of a run that is finished, those of its file."""
+    """Run a recipe and show its accuracies; of a run that is finished, those of its file.
+
+    Of processes that train together, the first one speaks.
+    """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions) if f.name in options}
     try:
         outcome = RECIPES[options.recipe](RecipeOptions(**given))
     except FinishedRun as found:
+        if not distributed.is_first():
+            return
         _show_accuracies(options.recipe, found.artifact.metrics)
         print(f"{found.path} is there: this run is finished. To train it again, add --replace")
+        return
+    if not distributed.is_first():
         return
     _show_accuracies(options.recipe, outcome.metrics)
     print(f"Saved {outcome.artifact}")

@@ -7,7 +7,15 @@ from bitdial.cli.arguments import bit_list, positive, seed, weight_scheme
 
 # As in the library, which would take a second to import; so are the defaults in the texts. tests/cli/test_parser.py
 # compares both.
-RECIPES = ("digits", "cifar10-resnet20", "cifar10-mobilenetv2", "cifar10-resnet20-mixed", "cifar10-mobilenetv2-mixed")
+RECIPES = (
+    "digits",
+    "cifar10-resnet20",
+    "cifar10-mobilenetv2",
+    "cifar10-resnet20-mixed",
+    "cifar10-mobilenetv2-mixed",
+    "imagenet",
+)
+MODELS = ("resnet18", "resnet50", "mobilenet_v2")
 SCHEMES = ("double_rounding", "nested", "centred", "truncate", "adabits", "lsq", "dorefa")
 TIE_RULES = ("even", "up")
 STARTS = ("mse", "balanced", "3std", "lsq", "max")
@@ -50,6 +58,7 @@ def train_options(train: argparse.ArgumentParser) -> None:
     )
     _quantisation_options(train.add_argument_group("quantisation"))
     _joint_options(train.add_argument_group("the joint stage"))
+    _folder_options(train.add_argument_group("the recipe imagenet: images in DATA/train/<class> and DATA/val/<class>"))
     _mixed_options(train.add_argument_group("the mixed-precision stage (recipes that end in -mixed)"))
 
 
@@ -105,8 +114,32 @@ def _joint_options(joint: argparse._ArgumentGroup) -> None:
     joint.add_argument("--temperature", type=float, help="of both sides of the soft loss (default: 1.0)")
 
 
+def _folder_options(folders: argparse._ArgumentGroup) -> None:
+    folders.add_argument(
+        "--model", choices=MODELS, help="what to train (default: what the file that it starts from is of)"
+    )
+    folders.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FILE",
+        help="float weights to start from, as tools/imagenet_weights.py writes",
+    )
+    folders.add_argument("--size", type=positive, metavar="PIXELS", help="side of the images (default: 224)")
+    folders.add_argument(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="processes that read images for each that trains (default: cores)",
+    )
+
+
 def _mixed_options(mixed: argparse._ArgumentGroup) -> None:
-    mixed.add_argument("--start-from", type=Path, metavar="FILE", help="what the recipe without -mixed wrote")
+    mixed.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="FILE",
+        help="what the recipe without -mixed wrote; for imagenet, a file to train on from",
+    )
     mixed.add_argument("--sampling", choices=SAMPLINGS, help="how layers are drawn anew (default: none)")
     mixed.add_argument("--sigma", type=float, help="the share of layers drawn anew at the end (default: 0.5)")
     mixed.add_argument("--sigma-warmup", type=positive, help="epochs without any at first (default: 10)")

@@ -14,6 +14,7 @@ rounds it to multiples of the product of both scales, which at 2 bits is far too
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial import functional as bf
@@ -23,6 +24,7 @@ from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy
 from bitdial.nn import ActivationSite, SwitchableBatchNorm
+from bitdial.nn.layer_kinds import LINEAR
 from bitdial.nn.recurrent import Recurrent
 from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
@@ -30,6 +32,8 @@ from bitdial.nn.swap import swap_modules
 # Properties of the ONNX nodes that come from a quantised layer.
 LAYER, PART, BITS = "bitdial.layer", "bitdial.part", "bitdial.bits"
 WEIGHT, INPUT = "weight", "input"
+# Other than in torch, by kind: a file says nothing of memory, so a Linear is one MatMul however its input lies there.
+PRODUCTS = {LINEAR: lambda layer, x, weight, bias: F.linear(x, weight, bias)}
 
 
 def traceable_copy(model: nn.Module, opset: int) -> nn.Module:
@@ -125,7 +129,8 @@ class OnnxLayer(OnnxNodes):
     def forward(self, input: Tensor) -> Tensor:
         """The product of the dequantised input with the dequantised weight."""
         weight = self.kind.from_rows(self, self.onnx_weight())
-        y = self.kind.product(self, self.onnx_input(input), weight, None)
+        multiply = PRODUCTS.get(self.kind, self.kind.product)
+        y = multiply(self, self.onnx_input(input), weight, None)
         return y if self.bias is None else y + self.kind.over_channels(self.bias)
 
     def onnx_weight(self) -> Tensor:

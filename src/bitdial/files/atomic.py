@@ -45,10 +45,10 @@ def check_folder(name: str, folder: Path) -> None:
         raise ConfigError(f"{name} {folder}: you may not write in {place}; choose another place")
 
 
-def check_target(name: str, path: Path) -> None:
-    """Raise ConfigError unless a file can be written at `path`: for long work before that."""
+def check_target(name: str, path: Path, example: str = "file.json") -> None:
+    """Raise ConfigError unless a file can be written at `path`: for long work before that. `example` names one."""
     if os.path.isdir(path):
-        raise ConfigError(f"{name} {path}: this is a folder; name a file, such as {path / 'file.json'}")
+        raise ConfigError(f"{name} {path}: this is a folder; name a file in it, such as {path / example}")
     check_folder(name, path.parent)
 
 

@@ -13,6 +13,7 @@ from bitdial.artifact import Artifact, fit
 from bitdial.dial.dial import copy_unwrapped
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.models import build_model
+from bitdial.prepare.copies import check_plain
 
 
 class NoInitialValues(TorchFunctionMode):
@@ -67,6 +68,7 @@ def copy_of(model: nn.Module) -> nn.Module:
         raise ConfigError(
             f"the model must be a float nn.Module of the architecture that was saved, got {what}load(path, Net())"
         )
+    check_plain(model)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise ArtifactError("the model is on the meta device, without memory; build it on the CPU")
     state = model.state_dict(keep_vars=True).values()

@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitdial.nn.linear import linear
 from bitdial.nn.recurrent import RecurrentWeight
 
 Product = Callable[[Any, Tensor, Tensor, Tensor | None], Tensor]
@@ -123,7 +124,7 @@ def _row_by_input(layer: Any, x: Tensor, out: Tensor) -> int:
 
 
 def _multiply(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def _look_up(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -35,6 +35,17 @@ def _tensors(model: nn.Module) -> Any:
     return itertools.chain(model.named_parameters(), model.named_buffers())
 
 
+def check_plain(model: nn.Module) -> None:
+    """Refuse what torch.jit has compiled: layers there cannot be replaced."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"module {name!r}" if name else "the model"
+            raise ConfigError(
+                f"{what} is compiled by torch.jit, and its layers cannot be replaced; pass the nn.Module that it was "
+                "made from, and compile afterwards"
+            )
+
+
 def check_initialised(model: nn.Module) -> None:
     """Refuse lazy modules, whose sizes are not known yet."""
     for name, module in model.named_modules():

@@ -40,7 +40,7 @@ def unknown_reason(name: str, module: nn.Module, ends: Ends | None = None) -> st
     if kind_of(module) is None and kind is not None:
         return (
             f"is of type {called}, which changes how the {kind.name} that it is derived from computes; let it call a "
-            f"{kind.name} instead"
+            f"layer of type {kind.name} instead"
         )
     if ends is not None and name not in ends.multiplying:
         return f"is of type {called}, and its weights multiplied nothing on the calibration batch"

@@ -38,6 +38,18 @@ def selected(returned: Any, output: Output) -> Any:
     return getattr(returned, output)
 
 
+def no_tensor(returned: Any) -> str:
+    """What to say of a model that `returned` something else than the one tensor that is wanted."""
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping) and returned:
+        names = list(returned)
+        part = "logits" if "logits" in names else names[0]
+        return f"the model returns a {kind} of {', '.join(map(repr, names))}; say which part is meant: output={part!r}"
+    if isinstance(returned, tuple | list) and returned:
+        return f"the model returns a {kind} of {len(returned)}; say which part is meant: output=0, its first"
+    return f"the model returns a {kind} instead of a tensor; say which part of it is meant: output='logits'"
+
+
 def possible_class_axes(output: Tensor, targets: Tensor) -> list[int]:
     """The axes of `output` without which it has the shape of `targets`; the first of several is the batch's."""
     shape, wanted = tuple(output.shape), tuple(targets.shape)

@@ -25,7 +25,7 @@ from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.attention_products import quantize_products
 from bitdial.prepare.config import QuantConfig
-from bitdial.prepare.copies import check_initialised, copy_to_prepare
+from bitdial.prepare.copies import check_initialised, check_plain, copy_to_prepare
 from bitdial.prepare.initial_scales import act_quantizer_of, weight_scales
 from bitdial.prepare.model_call import Batch
 from bitdial.prepare.report import REPORT, ModelReport
@@ -56,6 +56,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     if not batches:
         raise ConfigError("calibration is empty; pass at least one batch of inputs")
     model = unwrap(model)
+    check_plain(model)
     if any(hasattr(module, "select_bits") for module in model.modules()):
         raise ConfigError("the model is prepared already; prepare a float model")
     check_initialised(model)

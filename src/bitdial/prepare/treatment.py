@@ -173,7 +173,8 @@ def check_weight(name: str, module: nn.Module) -> None:
     if nn.utils.parametrize.is_parametrized(module, "weight") or "weight" not in module._parameters:
         raise ConfigError(
             f"layer {name!r}: its weight is computed from others (weight norm or the like); remove that first, for "
-            "example with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
+            "example with torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight'), or after pruning with "
+            "torch.nn.utils.prune.remove(layer, 'weight')"
         )
     weight = cast(nn.Parameter, module.weight)
     if not bool(torch.isfinite(weight).all()):

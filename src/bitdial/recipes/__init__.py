@@ -7,6 +7,7 @@ from torch import Tensor
 from bitdial.recipes.cifar10_mixed import cifar10_mobilenetv2_mixed, cifar10_resnet20_mixed
 from bitdial.recipes.cifar10_training import cifar10_mobilenetv2, cifar10_resnet20
 from bitdial.recipes.digits import digits, digits_test
+from bitdial.recipes.imagenet import imagenet
 from bitdial.recipes.outcome import NORM_FORMS, TEACHERS, RecipeOptions, RecipeOutcome
 
 RECIPES: dict[str, Callable[[RecipeOptions], RecipeOutcome]] = {
@@ -15,6 +16,7 @@ RECIPES: dict[str, Callable[[RecipeOptions], RecipeOutcome]] = {
     "cifar10-mobilenetv2": cifar10_mobilenetv2,
     "cifar10-resnet20-mixed": cifar10_resnet20_mixed,
     "cifar10-mobilenetv2-mixed": cifar10_mobilenetv2_mixed,
+    "imagenet": imagenet,
 }
 INPUT_SHAPES: dict[str, tuple[int, ...]] = {
     "digits": (1, 8, 8),

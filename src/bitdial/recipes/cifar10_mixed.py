@@ -26,7 +26,7 @@ from bitdial.recipes.cifar10_training import (
     teacher_network,
     where_it_ran,
 )
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, run_name, settings_of
+from bitdial.recipes.outcome import OF_FOLDERS, RecipeOptions, RecipeOutcome, add_result, run_name, settings_of
 from bitdial.recipes.run import RecipeRun
 from bitdial.sensitivity.hutchinson import hessian_trace
 from bitdial.sensitivity.result import Sensitivity
@@ -131,7 +131,8 @@ def _plan_name(budget: float) -> str:
 
 def _read_start(recipe: str, options: RecipeOptions) -> Artifact:
     """The file of `recipe` to start from, if it goes with the options."""
-    if options.start_from is None:
+    options.refuse(OF_FOLDERS, f"{recipe}-mixed")
+    if options.start_from is None or options.sampling == "none":
         raise ConfigError(
             f"this recipe goes on from a file that {recipe} wrote, with sampled plans: say --start-from FILE "
             "and --sampling hasb (or random)"

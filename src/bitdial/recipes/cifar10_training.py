@@ -18,6 +18,7 @@ from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
 from bitdial.recipes.cifar10 import SIDE, Split, cifar10_data
 from bitdial.recipes.outcome import (
+    OF_FOLDERS,
     RecipeOptions,
     RecipeOutcome,
     add_result,
@@ -57,6 +58,7 @@ def cifar10_mobilenetv2(options: RecipeOptions) -> RecipeOutcome:
 def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
     if options.start_from is not None:
         raise ConfigError(f"--start-from and --sampling are for the recipe cifar10-{network}-mixed")
+    options.refuse(OF_FOLDERS, f"cifar10-{network}")
     check_cutout(options)
     float_epochs = options.epochs or EPOCHS
     settings, changed = options.settings(epochs=EPOCHS, float_epochs=float_epochs, lr=LR, batch=BATCH)
@@ -108,7 +110,7 @@ def _train(network: str, run: RecipeRun) -> RecipeOutcome:
     metrics = run.metrics(float_top1=float_top1, top1=top1, data="CIFAR-10", test=test)
     save(model, run.artifact, metrics=metrics)
     others = changed if network == "resnet20" else {"model": network, **changed}
-    row = _row(settings, others, metrics, history, device) | {"command": options.command}
+    row = result_row(settings, others, metrics, history, device) | {"command": options.command}
     if teacher_top1 is not None:
         row["teacher_top1"] = round(100 * teacher_top1, 2)
     if options.history is not None:
@@ -176,7 +178,7 @@ def teacher_network(network: str, split: Split, settings: dict[str, Any], folder
     return float_network(network, split, settings | {"seed": seed}, folder, progress=progress)
 
 
-def _row(
+def result_row(
     settings: dict[str, Any],
     changed: dict[str, Any],
     metrics: dict[str, Any],
@@ -199,7 +201,7 @@ def _row(
     return {
         **always,
         **{name: value for name, value in changed.items() if name not in (*always, "distill", "holdout")},
-        "float_top1": round(100 * metrics["float_top1"], 2),
+        "float_top1": None if metrics["float_top1"] is None else round(100 * metrics["float_top1"], 2),
         "top1": {bits: round(100 * value, 2) for bits, value in metrics["top1"].items()},
         "stopped": {bits: round(statistics.fmean(shares), 4) for bits, shares in stopped.items()},
         "stored_bits": settings["bit_choices"][0] if scheme_of(settings["scheme"]).narrows else 32,

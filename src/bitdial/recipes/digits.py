@@ -8,7 +8,7 @@ from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import build_model
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
-from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, run_name, settings_of
+from bitdial.recipes.outcome import OF_FOLDERS, RecipeOptions, RecipeOutcome, run_name, settings_of
 from bitdial.recipes.run import RecipeRun
 from bitdial.train import ArrayData, Shift, TrainConfig, accuracy, batched, evaluate, train
 from bitdial.train.float_loop import train_float
@@ -49,6 +49,7 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
     With `options.holdout`, train on 896 images and evaluate on the other 401 of the training set.
     """
     not_here = "data", "start_from", "batch", "cutout", "float_epochs", "recalibrate", "teacher", "results", "history"
+    options.refuse(OF_FOLDERS, "digits")
     for name in not_here:
         if getattr(options, name):
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,21 +21,26 @@ from bitdial.train.config import TAUGHT
 
 TEACHERS = ("resnet56",)
 NORM_FORMS = (*TRANSITIONS, "none")
-_NOT_SETTINGS = ("out", "name", "data", "start_from", "results", "history", "command", "progress", "replace")
+_INPUTS = ("data", "start_from", "model", "weights", "workers")
+_NOT_SETTINGS = (*_INPUTS, "out", "name", "results", "history", "command", "progress", "replace")
+OF_FOLDERS = ("model", "weights", "workers", "size")  # for recipes that read images from folders
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """What the command line may override; None keeps the recipe's own value.
 
-    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first nine are settings: they
+    What QuantConfig or TrainConfig has under the same name, it goes to. All but the first twelve are settings: they
     decide what comes out, so they are in the names of a run's files.
     """
 
     out: Path
     name: str | None = None  # of the artifact, without its ending
     data: Path | None = None
-    start_from: Path | None = None  # the file that a mixed-precision stage goes on from
+    start_from: Path | None = None  # the file that a mixed-precision stage, or a joint one, goes on from
+    model: str | None = None  # what `weights` or `start_from` must be of
+    weights: Path | None = None  # of a float model
+    workers: int | None = None  # processes that read images
     results: Path | None = None  # gets a row
     history: Path | None = None  # becomes the run's history
     command: str | None = None  # what was typed, for the result row
@@ -47,6 +52,7 @@ class RecipeOptions:
     epochs: int | None = None
     float_epochs: int | None = None  # None: as many as `epochs`; for the teacher of a mixed stage, the recipe's
     batch: int | None = None  # samples in a step of the joint stage
+    size: int | None = None  # side of the square that images of folders become, in pixels
     cutout: int = 0  # side of the square that is cut out of each image in the joint stage
     recalibrate: int = 0  # training batches from which norm statistics are estimated anew at the end; 0: they stay
     bit_choices: tuple[int, ...] = QuantConfig.bit_choices
@@ -82,7 +88,7 @@ class RecipeOptions:
         own_scale_steps = self.scale_lr is not None or self.scale_state != TrainConfig.scale_state
         conflicts = {
             "--sampling (hasb or random) and --start-from go together": (
-                (self.start_from is None) != (self.sampling == "none")
+                self.start_from is None and self.sampling != "none"
             ),
             "--sigma and --sigma-warmup need --sampling": drawn and self.sampling == "none",
             "--transitions needs --sampling": self.transitions != "full" and self.sampling == "none",
@@ -108,6 +114,12 @@ class RecipeOptions:
     def taught(self) -> bool:
         """Whether a float model teaches."""
         return self.distill in TAUGHT
+
+    def refuse(self, names: tuple[str, ...], recipe: str) -> None:
+        """Raise ConfigError if one of the options `names` was given, which `recipe` would ignore."""
+        for name in names:
+            if getattr(self, name) not in (None, getattr(type(self), name)):
+                raise ConfigError(f"the recipe {recipe} takes no --{name.replace('_', '-')}; leave it out")
 
     def _check_places(self) -> None:
         """What the run writes at its end must have a place: nothing is worse than a training that is lost."""
@@ -149,9 +161,9 @@ class RecipeOutcome:
     artifact: Path
     history: History
     metrics: dict[str, Any]  # of the artifact
-    float_top1: float
+    float_top1: float | None  # None if there was no float model to measure
     top1: dict[int, float]
-    test: list[tuple[Tensor, Tensor]]
+    test: Iterable[tuple[Tensor, Tensor]]
 
 
 def add_result(path: Path, row: dict[str, Any]) -> None:

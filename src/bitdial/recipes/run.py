@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from bitdial.files.atomic import check_target
 from bitdial.files.lock import sole_writer
 from bitdial.prepare.config import QuantConfig
 from bitdial.recipes.outcome import RecipeOptions, settings_of
-from bitdial.train import TrainConfig
+from bitdial.train import TrainConfig, distributed
 from bitdial.train.checkpoint import differences
 
 
@@ -43,13 +43,14 @@ class RecipeRun:
     def alone(self) -> Iterator[None]:
         """Keep the run's file to this process; ConfigError if another one is at it, or if what is there would be lost.
 
-        A file of the same run goes if there is a checkpoint to go on from, any file with `options.replace`.
+        A file of the same run goes if there is a checkpoint to go on from, any file with `options.replace`. Of
+        processes that train together, the first has the file to itself.
         """
         for config in (QuantConfig, TrainConfig):
             config(**settings_of(config, self.settings))  # what they refuse is refused before anything is written
         check_target("--out", self.artifact)
         work = self.options.command or f"the recipe {self.recipe}"
-        with sole_writer(self.artifact, work=work):
+        with sole_writer(self.artifact, work=work) if distributed.rank() == 0 else nullcontext():
             if self.artifact.exists() and not self.options.replace:
                 self._check_finished()
             yield
@@ -77,7 +78,7 @@ class RecipeRun:
         return dict(json.loads(json.dumps(record)))
 
     def metrics(
-        self, *, float_top1: float, top1: dict[int, float], data: str, test: list[tuple[Tensor, Tensor]]
+        self, *, float_top1: float | None, top1: dict[int, float], data: str, test: list[tuple[Tensor, Tensor]]
     ) -> dict[str, Any]:
         """The metrics of the file: accuracies, the images that they are from, and the run."""
         part = "held out of the training set" if self.options.holdout else "the test set"

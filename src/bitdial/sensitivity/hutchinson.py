@@ -1,4 +1,4 @@
-"""How much the loss minds a change of each quantised layer's weight: the trace of its Hessian, by Hutchinson.
+"""The Hessian trace of each quantised layer's weight, by Hutchinson's estimate.
 
 Rounding moves a layer's weight by a small d. At a minimum, where the gradient is gone, the loss rises by d^T H d / 2,
 with H the second derivative of the loss in that weight: on average over directions, by trace(H) / n * |d|^2 / 2. So

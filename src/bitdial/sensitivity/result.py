@@ -1,4 +1,4 @@
-"""How much the loss minds a change of each layer: what `hessian_trace` found, as numbers to keep and to hand on."""
+"""The Hessian trace per layer: what `hessian_trace` found, as numbers to keep and to hand on."""
 
 import math
 import os
@@ -52,7 +52,7 @@ class LayerSensitivity(_Stored):
 
     @property
     def normalized(self) -> float:
-        """The trace per weight: how much the loss minds a change of one of the layer's weights."""
+        """The trace per weight of the layer."""
         return self.trace / self.parameters
 
 

@@ -214,7 +214,7 @@ class CsvLog(Callback):
 
     def on_start(self, run: Run) -> None:
         """Find out now whether it can be written."""
-        check_target("CsvLog", self.path)
+        check_target("CsvLog", self.path, "log.csv")
 
     def on_epoch(self, run: Run) -> None:
         """Write all epochs so far."""

@@ -107,8 +107,7 @@ def sole_user(function: Callable[Parameters, Result]) -> Callable[Parameters, Re
     @functools.wraps(function)
     def alone(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         path: Any = kwargs.get("checkpoint")
-        first = distributed.rank() == 0 if distributed.active() else os.environ.get("RANK", "0") == "0"
-        if path is None or not first:
+        if path is None or not distributed.is_first():
             return function(*args, **kwargs)
         with sole_writer(path, work="a training", error=CheckpointError):
             return function(*args, **kwargs)

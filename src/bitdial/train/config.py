@@ -50,8 +50,8 @@ class TrainConfig(Config):
     sigma           with `sampling`, the probability that a layer is drawn anew: grows linearly to this
     sigma_warmup    epochs at the start in which none is
     seed            of the sampled plans
-    cuda_graph      on a single GPU, replay the whole step as one CUDA graph
-    fused           on a single GPU, call the model through fused kernels; its Python runs once, when it is traced; see
+    cuda_graph      on a GPU, replay the whole step as one CUDA graph
+    fused           on a GPU, call the model through fused kernels; its Python runs once, when it is traced; see
                     `bitdial.train.gpu.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
     """

@@ -95,6 +95,12 @@ def check_samples(inputs: Tensor, targets: Tensor, batch_size: int) -> None:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
 
 
+def rank_share(index: Tensor, rank: int, world: int) -> Tensor:
+    """The share of `rank` in a batch (samples,): all have equal ones, or one sample if there are fewer than ranks."""
+    share = len(index) // world
+    return index[rank * share : (rank + 1) * share] if share else index[rank % len(index) :][:1]
+
+
 class ArrayData:
     """Training data from tensors: shuffled, batched, augmented by (seed, epoch, index) alone.
 
@@ -123,8 +129,7 @@ class ArrayData:
         draws = torch.rand(len(self.inputs), count, generator=generator).to(self.inputs.device)
         for number in range(start, len(self)):
             index = order[number * self.batch_size : (number + 1) * self.batch_size]
-            share = len(index) // world
-            index = index[rank * share : (rank + 1) * share] if share else index[rank % len(index) :][:1]
+            index = rank_share(index, rank, world)
             there = index.to(self.inputs.device)
             inputs = self.inputs[there]
             if self.augment is not None:

@@ -1,11 +1,14 @@
-"""Several processes, one model: what joint training needs beyond DistributedDataParallel.
+"""Several processes, one model: what they agree on and exchange.
 
-DDP averages the gradients. Norm statistics are averaged here after every pass, so that all ranks hold the same model at
-every step and any of them could write the checkpoint. Without a process group every function is a no-op.
+Gradients are averaged in `bitdial.train.reduction`, or by DistributedDataParallel around a user's model. Norm
+statistics are averaged here after every pass, so that all ranks hold the same model at every step and any of them could
+write the checkpoint. Without a process group every function is a no-op.
 """
 
-import inspect
+import hashlib
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitdial.dial.dial import unwrap
+from bitdial.errors import ConfigError
 from bitdial.nn import SwitchableBatchNorm
 
 
@@ -26,6 +30,11 @@ def rank() -> int:
     return dist.get_rank() if active() else 0
 
 
+def is_first() -> bool:
+    """Whether this is process 0 of those that torchrun started, also before they join and after they leave."""
+    return rank() == 0 if active() else os.environ.get("RANK", "0") == "0"
+
+
 def world_size() -> int:
     """How many processes train together."""
     return dist.get_world_size() if active() else 1
@@ -37,31 +46,75 @@ def join(device: torch.device) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
-def wrap(model: nn.Module) -> nn.Module:
-    """`model` under DDP when several processes train, told that each pass leaves some scales and norms unused."""
-    if world_size() == 1 or isinstance(model, DistributedDataParallel):
-        return model
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
-    # torch 2.13 renames the setting that keeps DDP from overwriting the norm statistics at each forward.
-    known = inspect.signature(DistributedDataParallel).parameters
-    sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, find_unused_parameters=True, **{sync: False})  # type: ignore[arg-type]
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Join as `join` does, and leave the group at the end of the block if it was joined here."""
+    before = active()
+    join(device)
+    yield
+    if active() and not before:
+        dist.destroy_process_group()
 
 
-def average_norms(model: nn.Module) -> None:
-    """Average the running statistics of the norms in use over the ranks, in place; sets at rest stay at rest."""
-    if world_size() == 1:
+def own_device() -> torch.device:
+    """The GPU that torchrun means for this process, made the current one; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    place = int(os.environ.get("LOCAL_RANK", "0"))
+    if place >= torch.cuda.device_count():
+        raise ConfigError(
+            f"process {place} of this machine finds {torch.cuda.device_count()} GPUs; start as many processes as there "
+            "are GPUs (torchrun --nproc-per-node)"
+        )
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
+
+
+def backend(kind: str) -> str | None:
+    """The backend that serves tensors of this kind of device ("cpu", "cuda"): "gloo", "nccl"; None if none does."""
+    if not active():
+        return None
+    parts = (part.split(":") for part in dist.get_backend_config().split(","))
+    return dict(parts).get(kind)
+
+
+def reduced_by_ddp(model: nn.Module) -> bool:
+    """Whether DistributedDataParallel is around the model, or around a part of it, and averages gradients."""
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
+def share_state(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0, in place; ConfigError if the models do not match."""
+    if not active():
         return
-    modules = list(unwrap(model).modules())
-    resting = {
-        norm
-        for module in modules
-        if isinstance(module, SwitchableBatchNorm)
-        for norm in module.sets.values()
-        if norm is not module.active
-    }
-    norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m not in resting]
+    if {"FullyShardedDataParallel", "FSDPModule"} & {c.__name__ for m in model.modules() for c in type(m).__mro__}:
+        raise ConfigError("each process holds parts of its parameters (FSDP); joint training needs them whole in all")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shape = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()])
+    digest = torch.frombuffer(bytearray(hashlib.sha256(shape.encode()).digest()), dtype=torch.uint8)
+    digests = gather(digest.to(_exchange_device()))
+    if any(not torch.equal(one, digests[0]) for one in digests):
+        raise ConfigError("the processes hold different models; build and prepare the same one in all of them")
+    for value in tensors.values():
+        whole = value.detach().contiguous()
+        dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, src=0)
+        value.detach().copy_(whole)
+
+
+@torch.no_grad()
+def average_norms(model: nn.Module, stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
+    """Average the running statistics of the norms in use over the ranks, in place; sets at rest stay at rest.
+
+    A switchable norm that `stand_ins` has ran as the norm there.
+    """
+    if not active():
+        return
+    modules, replaced = list(unwrap(model).modules()), stand_ins or {}
+    switchable = [module for module in modules if isinstance(module, SwitchableBatchNorm)]
+    in_sets = {norm for module in switchable for norm in module.sets.values()}
+    in_use = [module for module in modules if module not in in_sets]
+    in_use += [replaced.get(module, module.active) for module in switchable]
+    norms = [module for module in in_use if isinstance(module, nn.modules.batchnorm._NormBase)]
     statistics = [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
     if not statistics:
         return
@@ -74,7 +127,7 @@ def average_norms(model: nn.Module) -> None:
 
 def mean(value: Tensor) -> Tensor:
     """`value` averaged over the ranks, so that all of them see the same (and all see a NaN)."""
-    if world_size() > 1:
+    if active():
         value = value.clone()
         dist.all_reduce(value)
         value /= world_size()
@@ -85,18 +138,21 @@ def total(value: float) -> float:
     """`value` summed over the ranks."""
     if world_size() == 1:
         return value
-    summed = torch.tensor(value, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        summed = summed.cuda()
+    summed = torch.tensor(value, dtype=torch.float64, device=_exchange_device())
     dist.all_reduce(summed)
     return float(summed)
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
+def _exchange_device() -> torch.device:
+    """Where numbers of Python's are exchanged: on the host if that can be, so that nobody waits for a GPU."""
+    return torch.device("cpu" if backend("cpu") is not None else "cuda")
+
+
+def any_rank(flag: bool) -> bool:
     """Whether `flag` is set on any rank; the same answer on all of them."""
     if world_size() == 1:
         return flag
-    value = torch.tensor(float(flag), device=device)
+    value = torch.tensor(float(flag), device=_exchange_device())
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return bool(value)
 

@@ -15,7 +15,7 @@ from bitdial.nn import SwitchableBatchNorm
 from bitdial.prepare.labels import label_problem, pairs
 from bitdial.prepare.measure import Measure, Measured, take_measure
 from bitdial.prepare.model_call import INPUTS_ALONE, Batch, call, evaluating
-from bitdial.prepare.model_output import Output, find_class_axis, selected
+from bitdial.prepare.model_output import Output, find_class_axis, no_tensor, selected
 from bitdial.train.data import check_samples
 
 
@@ -38,10 +38,10 @@ def accuracy(
     with evaluating(model):
         for inputs, targets in pairs(batches):
             logits = selected(call(model, inputs), output)
-            for what, value in (("the model's output", logits), ("the targets", targets)):
-                if not isinstance(value, Tensor):
-                    way_out = "; say which part: output='logits'" if value is logits and output is None else ""
-                    raise TrainingError(f"{what} must be one tensor to compare, got {type(value).__name__}{way_out}")
+            if not isinstance(logits, Tensor):
+                raise TrainingError(no_tensor(logits))
+            if not isinstance(targets, Tensor):
+                raise TrainingError(f"the targets must be one tensor to compare, got {type(targets).__name__}")
             axis = find_class_axis(logits, targets, class_axis)
             if not bool(torch.isfinite(logits).all()):
                 raise QuantizationError("the model's output holds NaN or infinity; check the input")

@@ -11,6 +11,7 @@ from bitdial.errors import TrainingError
 from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem
 from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_output import no_tensor
 
 SMALLEST_SHARE = 2.0**-10
 
@@ -142,6 +143,8 @@ class LabelGuard:
         """Before the loss of `output` is computed: of the first pass, take the number of classes, and look."""
         if self.ignored is None or self.classes is not None:
             return
+        if not isinstance(output, Tensor):
+            raise TrainingError(no_tensor(output))
         self.classes = classes_of(output)
         self._look(targets if self.everything is None else self.everything)
 

@@ -12,10 +12,14 @@ Plans are a function of (seed, step): every process and every resumed run draws 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
+from bitdial.dial.dial import fixed_widths
 from bitdial.dial.plan import BitPlan
+from bitdial.errors import ConfigError
+from bitdial.train.config import TrainConfig
 
 
 def roulette(bit_choices: Sequence[int], *, sensitive: bool) -> torch.Tensor:
@@ -66,6 +70,25 @@ class PlanSampler:
                 for name, anew, choice in zip(self.layers, redrawn.tolist(), drawn.tolist(), strict=True)
             }
         )
+
+
+def make_sampler(
+    config: TrainConfig,
+    layers: Mapping[str, Any],
+    bit_choices: tuple[int, ...],
+    sensitivity: Mapping[str, float] | None,
+) -> PlanSampler | None:
+    """What draws the plans of a step; None if every pass is at one width."""
+    fixed = fixed_widths(layers)
+    drawn = [name for name in layers if name not in fixed]
+    if config.sampling == "none" or not drawn:
+        return None
+    sensitive: set[str] = set()
+    if config.sampling == "hasb":
+        if sensitivity is None:
+            raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
+        sensitive = sensitive_layers({name: sensitivity[name] for name in drawn})
+    return PlanSampler(drawn, bit_choices, sensitive=sensitive, seed=config.seed, fixed=fixed)
 
 
 def sigma_at(epoch: int, *, sigma: float, epochs: int, warmup: int) -> float:

@@ -69,7 +69,7 @@ def train(
     distributed.join(next(model.parameters()).device)
     source = as_training_data(data, config.steps_per_epoch)
     step = JointStep(
-        distributed.wrap(model),
+        model,
         config,
         steps_per_epoch=len(source),
         loss=loss,
@@ -92,6 +92,7 @@ def train(
         evaluation.rehearse()
     with make_progress(progress and distributed.rank() == 0, config.epochs, step.total_steps) as view:
         loop.run_all(view)
+    step.graphs.clear()  # recorded collectives would keep a process group from ending
     set_bits(model, step.bit_choices[0])
     model.eval()
     return loop.run.history
@@ -109,7 +110,6 @@ class _Loop:
         callbacks: tuple[Callback, ...],
     ):
         self.step, self.source, self.evaluation, self.callbacks = step, source, evaluation, callbacks
-        self.device = step.device_rate.device
         self.checkpoint: Path | None = None
         self.totals = Totals()
         self.run = Run(
@@ -163,11 +163,11 @@ class _Loop:
                 one.on_end(run)
 
     def _asked(self, stop: StopRequest) -> bool:
-        return distributed.any_rank(stop.is_set(), self.device)
+        return distributed.any_rank(stop.is_set())
 
     def _ended(self) -> bool:
         """Whether a callback has ended the run; the history then says why."""
-        if self.callbacks and distributed.any_rank(self.run.reason is not None, self.device):
+        if self.callbacks and distributed.any_rank(self.run.reason is not None):
             self.run.history.ended = self.run.reason or "another process ended it"
         return self.run.history.ended is not None
 

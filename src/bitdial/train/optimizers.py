@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.nn import ActivationSite, QuantLayer
+from bitdial.train.config import TrainConfig
 
 
 def make_optimizer(
@@ -23,6 +24,20 @@ def make_optimizer(
         return sgd
     adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
     return adam(parameters, capturable=device.type == "cuda", **settings)
+
+
+def make_scale_optimizers(
+    config: TrainConfig, scales: list[nn.Parameter], bit_choices: tuple[int, ...]
+) -> dict[int, torch.optim.Optimizer]:
+    """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
+
+    None where there is no scale to learn: weight-only layers of a scheme that derives them.
+    """
+    if not scales:
+        return {}
+    if config.scale_state == "shared":
+        return dict.fromkeys(bit_choices, make_optimizer("adam", scales, lr=config.lr))
+    return {bits: make_optimizer("adam", scales, lr=config.lr) for bits in bit_choices}
 
 
 def step_at(optimizer: torch.optim.Optimizer, lr: float | Tensor) -> None:

@@ -28,6 +28,11 @@ class OwnOptimizer:
     """
 
     def __init__(self, make: OptimizerFactory, parameters: list[tuple[str, nn.Parameter]]):
+        if not callable(make):
+            raise ConfigError(
+                f"optimizer is of type {type(make).__name__}; it must be a function that makes one of the weights it "
+                "is given: optimizer=lambda weights: torch.optim.SGD([p for _, p in weights], lr=0.1)"
+            )
         made = make(list(parameters))
         pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         self.optimizer: torch.optim.Optimizer = pair[0]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.dial.dial import dialled_layers, fixed_widths, set_bits, unwrap
+from bitdial.dial.dial import dialled_layers, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import ActivationSite, QuantLayer
@@ -33,9 +33,10 @@ from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
-from bitdial.train.hasb import PlanSampler, sensitive_layers, sigma_at
-from bitdial.train.optimizers import make_optimizer, split_parameters, step_at
+from bitdial.train.hasb import make_sampler, sigma_at
+from bitdial.train.optimizers import make_optimizer, make_scale_optimizers, split_parameters, step_at
 from bitdial.train.own_optimizer import OptimizerFactory, OwnOptimizer
+from bitdial.train.reduction import GradientReducer
 from bitdial.train.step_report import StepReport, gradient_peaks
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,12 @@ class JointStep:
     in a tuple or by a function; the same part is distilled and compared with class labels. `optimizer`
     makes one of your own for the weights, see `bitdial.train.own_optimizer`. `teacher` goes with
     distill='teacher' or 'cascade', `samples` (the size of the training set) with distill='progressive', `sensitivity`
-    (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'. The model may be wrapped in
-    DistributedDataParallel(find_unused_parameters=True).
+    (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'.
+
+    In a process group every process makes one and calls it at the same time: all get the model of rank 0, and gradients
+    and norm statistics are averaged. A model in DistributedDataParallel(find_unused_parameters=True) has its gradients
+    averaged by that, without fused kernels and CUDA graphs. Where steps are recorded, let go of the JointStep before
+    the process group is destroyed: its graphs hold the group's collectives.
     """
 
     def __init__(
@@ -86,11 +91,14 @@ class JointStep:
         self.bit_choices = next(iter(self.layers.values())).bit_choices
         self.samples, self.steps_per_epoch = samples, steps_per_epoch
         self.sensitivity = None if sensitivity is None else sensitivity_of(sensitivity, list(self.layers))
-        self.sampler = self._sampler()
+        self.sampler = make_sampler(config, self.layers, self.bit_choices, self.sensitivity)
         self.distiller = Distiller(config, teacher=teacher, samples=samples, output=output)
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
-        fused = self.on_gpu and config.fused and distributed.world_size() == 1
+        self.by_ddp = distributed.reduced_by_ddp(model)
+        if not self.by_ddp:
+            distributed.share_state(model)
+        fused = self.on_gpu and config.fused and not (self.by_ddp and distributed.world_size() > 1)
         self.fast = FastModel(model, fused=fused)
         self.scales, self.weights = split_parameters(unwrap(model))
         if not self.weights:
@@ -102,28 +110,16 @@ class JointStep:
             if self.own is None
             else self.own.optimizer
         )
-        self.scale_optimizers = self._scale_optimizers()
+        self.scale_optimizers = make_scale_optimizers(config, self.scales, self.bit_choices)
         self.records = config.cuda_graph and self.own is None  # its step may not be fit for a CUDA graph
         self.slots = self._make_slots() if self.sampler is not None and fused and self.records else None
+        self.reducer = GradientReducer(self._learned()) if distributed.active() and not self.by_ddp else None
         self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
         self.device_rate = torch.zeros((), device=device)
         self.loss_sum = torch.zeros((), device=device)  # since the last check: not finite if one loss was not
         self.last_inputs: Batch | None = None
-
-    def _sampler(self) -> PlanSampler | None:
-        """What draws the plans of a step; None if every pass is at one width."""
-        fixed = fixed_widths(self.layers)
-        drawn = [name for name in self.layers if name not in fixed]
-        if self.config.sampling == "none" or not drawn:
-            return None
-        sensitive: set[str] = set()
-        if self.config.sampling == "hasb":
-            if self.sensitivity is None:
-                raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
-            sensitive = sensitive_layers({name: self.sensitivity[name] for name in drawn})
-        return PlanSampler(drawn, self.bit_choices, sensitive=sensitive, seed=self.config.seed, fixed=fixed)
 
     def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
         mine = set(self.weights)
@@ -145,18 +141,6 @@ class JointStep:
         sigma = sigma_at(epoch, sigma=config.sigma, epochs=config.epochs, warmup=config.sigma_warmup)
         return self.sampler.plans(self.step, sigma)
 
-    def _scale_optimizers(self) -> dict[int, torch.optim.Optimizer]:
-        """One optimizer of the scales per width: the same one for all, unless each keeps a state of its own.
-
-        None where there is no scale to learn: weight-only layers of a scheme that derives them.
-        """
-        if not self.scales:
-            return {}
-        if self.config.scale_state == "shared":
-            shared = make_optimizer("adam", self.scales, lr=self.config.lr)
-            return dict.fromkeys(self.bit_choices, shared)
-        return {bits: make_optimizer("adam", self.scales, lr=self.config.lr) for bits in self.bit_choices}
-
     def learning_rate(self) -> float:
         """The learning rate of the current step: warm-up, then cosine to 0 (or constant), or by your own schedule."""
         config, step = self.config, self.step
@@ -175,6 +159,8 @@ class JointStep:
         On a GPU the step becomes a CUDA graph, the report's tensors stay there and hold until the next step, and what
         went wrong is noticed at `check`, which runs every 50 steps.
         """
+        if self.reducer is None and not self.by_ddp and distributed.world_size() > 1:
+            raise TrainingError("the process group is younger than this step; join it first, then make the JointStep")
         self.labels.check(targets, epoch_begins=self.step % self.steps_per_epoch == 0)
         lr = self.learning_rate()
         self.rate = lr
@@ -196,10 +182,11 @@ class JointStep:
         return report
 
     def _can_record(self, inputs: Batch, targets: Any) -> bool:
-        alone = distributed.world_size() == 1 and self.distiller.recordable
-        fixed = self.sampler is None or self.slots is not None
+        reducer, processes = self.reducer, distributed.world_size()
+        reduces = processes == 1 if reducer is None else reducer.uniform and distributed.backend("cuda") == "nccl"
+        fixed = (self.sampler is None or self.slots is not None) and self.distiller.recordable
         tensors = all(isinstance(t, Tensor) and t.is_cuda for t in (inputs, targets))
-        return self.on_gpu and self.records and alone and fixed and tensors
+        return self.on_gpu and self.records and reduces and fixed and tensors
 
     def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
         report = StepReport()
@@ -215,6 +202,8 @@ class JointStep:
                 self.slots.gather(number)
             for place, part in enumerate(parts):
                 self._pass(report, bits, place, part)
+            if self.reducer is not None:
+                self.reducer.reduce()
             self._record_peaks(report, bits)
             if self.config.update == "separate":
                 self._update(report, bits)
@@ -235,7 +224,7 @@ class JointStep:
         else:
             check_loss(mean_loss, unwrap(self.model), part.inputs, step=self.step, bits=bits)
         self.fast.backward(loss if part.share == 1.0 else loss * part.share)
-        distributed.average_norms(self.model)
+        distributed.average_norms(self.model, None if self.slots is None else self.slots.stand_ins)
         report.add(bits, mean_loss, output, part)
 
     def check(self) -> None:
@@ -251,6 +240,8 @@ class JointStep:
                 f"{find_culprit(unwrap(self.model), self.last_inputs)}. The last checkpoint is intact"
             )
         self.loss_sum.zero_()
+        if self.reducer is not None:
+            self.reducer.check()
         self.guard.check(step=self.step, bits=self.bit_choices[-1])
 
     def _forward(self, place: int, part: Part, *, highest: bool) -> tuple[Tensor, Any]:
@@ -335,9 +326,13 @@ class JointStep:
             found += [scales] if scales else []
         return found
 
-    def _clear_gradients(self) -> None:
+    def _learned(self) -> list[nn.Parameter]:
+        """All parameters that can have a gradient."""
         norms, scales = self._in_slots()
-        for parameter in (*self.weights, *self.scales, *norms, *scales):
+        return [*self.weights, *self.scales, *norms, *scales]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._learned():
             parameter.grad = None
 
     def _record_peaks(self, report: StepReport, bits: int) -> None:

@@ -530,7 +530,7 @@ def test_batch_norm_whose_bias_undoes_its_mean() -> None:
 def test_batch_norm_without_statistics_is_refused_in_words() -> None:
     """It takes them from the batch, so a sample would depend on its batch; an assertion is no answer to a user."""
     layer = nn.BatchNorm2d(4, track_running_stats=False).eval()
-    with pytest.raises(BitdialError):
+    with pytest.raises(BitdialError, match=r"norm '\w+' keeps no running statistics.*track_running_stats=True"):
         run_with_quantised(layer, randn(2, 4, 3, 3))
 
 

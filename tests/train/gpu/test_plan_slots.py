@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bitdial import QuantConfig, add_transitions, prepare
@@ -20,6 +21,7 @@ from bitdial.train import JointStep, TrainConfig
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import unsupported_reason
+from bitdial.train.reduction import GradientReducer
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,6 +188,30 @@ def test_a_checkpoint_goes_on_as_if_never_stopped(tmp_path: Path, transitions: s
     assert everything(whole).keys() == everything(resumed).keys()
     for name, value in everything(whole).items():
         assert torch.equal(value, everything(resumed)[name]), name
+
+
+@pytest.mark.interpreter(only=True)
+@pytest.mark.skipif(not dist.is_available(), reason="torch without process groups")
+def test_slots_in_a_process_group_are_those_without() -> None:
+    """Their gradients and statistics go through the collectives of one process, which change nothing."""
+    model = network(transitions="full")
+    twin = copy.deepcopy(model)
+    alone = stepper(model, slots=True)
+    for number in range(STEPS if DEVICE == "cuda" else 1):
+        alone(*images(number))
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        grouped = stepper(twin, slots=True)
+        if DEVICE == "cpu":  # where `stepper` makes the slots after the step
+            grouped.reducer = GradientReducer(grouped._learned())
+        assert grouped.reducer is not None
+        for number in range(STEPS if DEVICE == "cuda" else 1):
+            grouped(*images(number))
+        assert grouped.reducer.uniform
+        assert_same(everything(alone), everything(grouped))
+        grouped.graphs.clear()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_where_slots_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:

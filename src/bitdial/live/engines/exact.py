@@ -74,12 +74,13 @@ def code_exact(model: nn.Module) -> nn.Module:
 def run_exactly(model: nn.Module) -> nn.Module:
     """Change the live `model`, whose layers have no engine, in place so that every sum is exact."""
     new: dict[nn.Module, nn.Module] = {}
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
         if isinstance(module, LiveLayer):
             module.run_on(ExactEngine())
         elif (make := _EXACT.get(type(module))) is not None:
             new[module] = make(module)
         elif batch_norm_type(module) is not None:
+            _check_statistics(name, module)
             new[module] = ExactNorm(module)
     swap_modules(model, new)
     return model.eval()
@@ -244,6 +245,15 @@ def plain_layer(layer: Any) -> nn.Module:
 # --- norms ----------------------------------------------------------------------------------------
 
 
+def _check_statistics(name: str, norm: Any) -> None:
+    """Refuse a batch norm whose outputs depend on the batch."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise QuantizationError(
+            f"norm {name.split('.sets.')[0]!r} keeps no running statistics, so there is no code-exact evaluation "
+            "and no integer kernel for it: build it with track_running_stats=True, or run on load(..., kernels='float')"
+        )
+
+
 class ExactNorm(nn.Module):
     """Batch norm as one multiplication and one addition, each rounded once."""
 
@@ -268,8 +278,6 @@ class ExactNorm(nn.Module):
 
 def norm_affine(norm: Any) -> Tensor:
     """Multiplier and offset (2, channels) of a batch norm, float32, on the CPU."""
-    if norm.running_mean is None or norm.running_var is None:
-        raise QuantizationError("code-exact evaluation needs batch norms that keep running statistics")
     mean, variance = _float64(norm.running_mean), _float64(norm.running_var)
     weight = np.ones_like(mean) if norm.weight is None else _float64(norm.weight)
     bias = np.zeros_like(mean) if norm.bias is None else _float64(norm.bias)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.live.layers import LiveLayer
+from bitdial.live.plain import take_over
+from bitdial.nn.linear import linear
+from bitdial.nn.swap import swap_modules
 
 
 class FloatEngine(nn.Module):
@@ -41,8 +44,30 @@ class FloatEngine(nn.Module):
         return [self.active]
 
 
+class FloatLinear(nn.Linear):
+    """An unquantised Linear whose frozen weight multiplies as the trained one did; it takes the place of `layer`."""
+
+    def __init__(self, layer: nn.Linear):
+        nn.Module.__init__(self)
+        take_over(self, layer)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product, plus the bias."""
+        return linear(input, self.weight, self.bias)
+
+    def plain(self) -> nn.Module:
+        """The float layer."""
+        made = nn.Linear(self.in_features, self.out_features, device="meta")
+        take_over(made, self)
+        return made
+
+
 def run_on_float(model: nn.Module) -> None:
-    """Give every layer of `model` that has no engine this one, in place."""
+    """Give every layer of `model` that has no engine this one, in place; unquantised Linear layers run as in training.
+
+    Subclasses of nn.Linear stay what they are.
+    """
     for layer in model.modules():
         if isinstance(layer, LiveLayer) and layer.engine is None:
             layer.run_on(FloatEngine(layer))
+    swap_modules(model, {layer: FloatLinear(layer) for layer in model.modules() if type(layer) is nn.Linear})

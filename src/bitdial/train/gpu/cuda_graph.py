@@ -3,7 +3,8 @@
 A step of a small network is hundreds of kernels of a few microseconds; launched one by one, the GPU waits for Python.
 The first steps run eagerly (they are ordinary steps: optimizers make their state, libraries choose their kernels), then
 one is recorded and from there on replayed. Every input shape has a graph of its own, so the last, smaller batch has one
-too.
+too. While this thread records, others may go on to ask the device: a loader that pins memory, the watchdog of a process
+group.
 """
 
 from collections.abc import Callable
@@ -53,7 +54,7 @@ class StepGraphs:
     def _record(self, step: Step, inputs: tuple[Tensor, ...]) -> _Recorded:
         graph, mine = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = step(*mine)
         except RuntimeError as problem:
             raise TrainingError(

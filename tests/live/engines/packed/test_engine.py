@@ -178,12 +178,12 @@ def test_a_nested_switch_moves_nothing(live: Callable[..., nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("master", ["device", "host"])
-def test_one_call_switches_the_arena_and_addresses_stay(
+def test_one_call_switches_the_pool_and_addresses_stay(
     live: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     packed = live("double_rounding", master=master)
     layers, held = layers_of(packed), words_of(packed)
-    arena = held["first"].pool
+    pool = held["first"].pool
     addresses = {name: words.words.data_ptr() for name, words in held.items()}
     calls = []
     switch = PackedWeightPool.set_bits
@@ -195,13 +195,13 @@ def test_one_call_switches_the_arena_and_addresses_stay(
     assert {name: words.words.data_ptr() for name, words in held.items()} == addresses
     with pytest.raises(PlanError, match=r"bits=5 is not in bit_choices"):
         set_bits(packed, BitPlan({"first": 5}, default=8))
-    assert arena.bits == dict.fromkeys(layers, 2), "a plan that does not fit changes nothing"
+    assert pool.bits == dict.fromkeys(layers, 2), "a plan that does not fit changes nothing"
     layers["down"].select_bits(8, 8)
-    assert arena.bits == {**dict.fromkeys(layers, 2), "down": 8}
+    assert pool.bits == {**dict.fromkeys(layers, 2), "down": 8}
     set_bits(packed, 2)
     assert get_bits(packed)["down"] == (2, 2)
     assert held["down"].words.shape[0] == 2
-    assert arena.bits == dict.fromkeys(layers, 2)
+    assert pool.bits == dict.fromkeys(layers, 2)
 
 
 @pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
@@ -228,15 +228,15 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
         set_bits(host, setting)
         for name, layer in words_of(device).items():
             assert torch.equal(layer.words, words_of(host)[name].words), (name, setting)
-    arena = words_of(host)["first"].pool
-    arena.active.zero_()
-    arena._held.zero_()
-    arena.repack()
+    pool = words_of(host)["first"].pool
+    pool.active.zero_()
+    pool._held.zero_()
+    pool.repack()
     assert torch.equal(words_of(host)["late"].words, words_of(device)["late"].words)
     bytes_of = resident_bytes(host)
     assert bytes_of["master"] == 0
     assert bytes_of["host_master"] == 2 * bytes_of["active"] == resident_bytes(device)["master"]
-    assert bytes_of["other"] < resident_bytes(device)["other"] + arena._staging.nbytes + 1000
+    assert bytes_of["other"] < resident_bytes(device)["other"] + pool._staging.nbytes + 1000
 
 
 def test_resident_bytes_of_float_kernels(saved: Callable[..., Path], decoder: nn.Module) -> None:
