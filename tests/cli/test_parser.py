@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bitdial import recipes
-from bitdial.cli import export, mixed_options, parser, train_options
+from bitdial.cli import export, image_options, mixed_options, parser, train_options
 from bitdial.cli.parser import build_parser
 from bitdial.export.onnx import OPSETS
 from bitdial.functional import SCHEMES, TIE_RULES
+from bitdial.images.settings import INTERPOLATIONS, ORDERS
 from bitdial.live.kernel_choice import KERNELS
 from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
@@ -35,6 +36,8 @@ def test_choices_are_those_of_the_library() -> None:
     assert parser.KERNELS == KERNELS
     assert parser.OPSETS == OPSETS
     assert tuple(export.TYPES) == parser.INPUT_TYPES
+    assert image_options.ORDERS == ORDERS
+    assert image_options.INTERPOLATIONS == INTERPOLATIONS
     assert mixed_options.OBJECTIVES == OBJECTIVES
     assert tuple(mixed_options.BUDGETS) == QUANTITIES
     for name, known in {
@@ -105,6 +108,8 @@ def test_help_imports_no_torch() -> None:
         ("train digits --out x --seed -1", "argument --seed: '-1' is not a whole number from 0 to 2147483647", "train"),
         ("inspect a b", "this is too much: b", "inspect"),
         ("search x --input 3xx2", "argument --input: '3xx2' is not a shape such as 3x32x32", "search"),
+        ("eval x --mean 1,2", "argument --mean: '1,2' is not three numbers with commas", "eval"),
+        ("eval x --resize -1", "argument --resize: '-1' is not a whole number of at least 1", "eval"),
         ("export x", "one of the arguments --onnx --hf is required", "export"),
     ],
 )

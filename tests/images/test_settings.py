@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from bitdial.errors import ConfigError
-from bitdial.images import ImageSettings, settings_of_weights
+from bitdial.images import ImageSettings, settings_of_model, settings_of_weights
 
 
 def test_settings_round_trip_through_json() -> None:
@@ -24,6 +24,7 @@ def test_settings_round_trip_through_json() -> None:
 def test_what_cannot_be_is_refused() -> None:
     wrong = {
         "crop=0 must be": {"crop": 0},
+        "crop=100000 must be": {"crop": 100000},
         "resize=2.5 must be": {"resize": 2.5},
         "resize=True must be": {"resize": True},
         "resize=100 makes images smaller than crop=224": {"resize": 100},
@@ -58,3 +59,18 @@ def test_weights_say_how_their_images_become_inputs(tmp_path: Path) -> None:
         settings_of_weights(path)
     with pytest.raises(ConfigError, match="cannot read"):
         settings_of_weights(tmp_path / "missing")
+
+
+def test_models_of_libraries_say_it_themselves() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert settings_of_model(model) is None
+    model.pretrained_cfg = {  # type: ignore[assignment]
+        "mean": (0.5, 0.5, 0.5), "std": (1.0, 0.2, 1.0), "input_size": (3, 160, 160), "crop_pct": 0.95,
+        "interpolation": "bilinear", "url": "",
+    }  # fmt: skip
+    expected = ImageSettings(resize=168, crop=160, mean=(127.5,) * 3, std=(255, 51, 255), interpolation="bilinear")
+    assert settings_of_model(model) == expected
+    model.pretrained_cfg = {"mean": (0, 0, 0), "std": (1, 1, 1), "input_size": (1, 28, 28)}  # type: ignore[assignment]
+    assert settings_of_model(model) is None
+    kind = type("Net", (torch.nn.Module,), {"__module__": "torchvision.models.net"})
+    assert settings_of_model(kind()) == ImageSettings(interpolation="bilinear")

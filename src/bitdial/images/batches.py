@@ -51,12 +51,12 @@ class ImageBatches(Sequence[Tensor]):
         self.batch_size, self.device = batch_size, torch.device(device)
         self.available = image_names(self.folder)
         self._cache_bytes = cache_bytes
-        self._source = None if labels is None else os.fspath(labels)
+        self.label_source = None if labels is None else os.fspath(labels)
         self._take(spread(self.available, count))
 
     def _take(self, names: list[str]) -> None:
         self.names = names
-        self.labels = None if self._source is None else read_labels(self._source, self.folder, names)
+        self.labels = None if self.label_source is None else read_labels(self.label_source, self.folder, names)
         fits = len(names) * 3 * self.settings.crop**2 <= self._cache_bytes
         self._cache: dict[str, Tensor] | None = {} if fits else None
         self._enlarged: set[str] = set()

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from bitdial.config import Config, check_choice
 from bitdial.errors import ConfigError
 
 ORDERS = ("RGB", "BGR")
 INTERPOLATIONS = ("bicubic", "bilinear", "lanczos", "nearest")
+LARGEST = 1 << 14  # pixels of a side
 METADATA = "images"  # the key of a weights file's metadata that has settings, as JSON
 
 
@@ -38,8 +40,8 @@ class ImageSettings(Config):
     def __post_init__(self) -> None:
         for name in ("resize", "crop"):
             value = getattr(self, name)
-            if not (value is None and name == "resize") and (type(value) is not int or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of pixels, such as 224")
+            if not (value is None and name == "resize") and (type(value) is not int or not 0 < value <= LARGEST):
+                raise ConfigError(f"{name}={value!r} must be a whole number of pixels up to {LARGEST}, such as 224")
         if self.resize is not None and self.resize < self.crop:
             raise ConfigError(
                 f"resize={self.resize} makes images smaller than crop={self.crop}; give a resize of at least the crop, "
@@ -81,6 +83,25 @@ def settings_of_weights(path: str | os.PathLike[str]) -> ImageSettings | None:
         return ImageSettings.from_dict(values)
     except ConfigError as problem:
         raise ConfigError(f"{path}: what its metadata says of images is not usable: {problem}") from problem
+
+
+def settings_of_model(model: nn.Module) -> ImageSettings | None:
+    """What is known of a model of timm, which carries it, or of torchvision, whose models resize bilinearly."""
+    if type(model).__module__.startswith("torchvision."):
+        return ImageSettings(interpolation="bilinear")
+    share: Any
+    match getattr(model, "pretrained_cfg", None):
+        case {"mean": mean, "std": std, "input_size": (3, _, int(crop)), **others}:
+            share, interpolation = others.get("crop_pct") or 0.875, others.get("interpolation")
+            return ImageSettings(
+                resize=max(math.floor(crop / share), crop),
+                crop=crop,
+                mean=tuple(255 * value for value in mean),
+                std=tuple(255 * value for value in std),
+                interpolation=interpolation if interpolation in INTERPOLATIONS else "bicubic",
+            )
+        case _:
+            return None
 
 
 def _three_numbers(name: str, values: Any) -> tuple[float, float, float]:
