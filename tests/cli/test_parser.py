@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bitdial import recipes
-from bitdial.cli import export, image_options, mixed_options, parser, train_options
+from bitdial.cli import calibrate, calibrate_options, export, image_options, mixed_options, parser, train_options
 from bitdial.cli.parser import build_parser
 from bitdial.export.onnx import OPSETS
 from bitdial.functional import SCHEMES, TIE_RULES
@@ -23,7 +23,7 @@ from bitdial.recipes import RecipeOptions
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
-COMMANDS = ["demo", "train", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"]
+COMMANDS = ["demo", "train", "calibrate", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"]
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -36,6 +36,7 @@ def test_choices_are_those_of_the_library() -> None:
     assert parser.KERNELS == KERNELS
     assert parser.OPSETS == OPSETS
     assert tuple(export.TYPES) == parser.INPUT_TYPES
+    assert tuple(calibrate.FIRST_LAST) == calibrate_options.FIRST_LAST
     assert image_options.ORDERS == ORDERS
     assert image_options.INTERPOLATIONS == INTERPOLATIONS
     assert mixed_options.OBJECTIVES == OBJECTIVES
@@ -92,7 +93,7 @@ def test_help_imports_no_torch() -> None:
     [
         ("", "the following arguments are required: COMMAND", ""),
         ("trian digits", "argument COMMAND: 'trian' is not known, did you mean train?", ""),
-        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, eval, ", ""),
+        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, calibrate, eval, ", ""),
         ("train", "the following arguments are required: RECIPE, --out", "train"),
         ("train digit --out x", "argument RECIPE: 'digit' is not known, did you mean digits?", "train"),
         ("train digits --ouut x", "there is no option --ouut, did you mean --out?", "train"),

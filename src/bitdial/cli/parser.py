@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
+from bitdial.cli.calibrate_options import calibrate_options
 from bitdial.cli.image_options import eval_options
 from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
 from bitdial.cli.train_options import train_options
@@ -24,6 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
     _demo_options(commands.add_parser("demo", help="the whole path on embedded data, in about a minute"))
     train_options(commands.add_parser("train", help="run a training recipe; run it again to resume"))
+    calibrate_options(
+        commands.add_parser("calibrate", help="a pretrained model at every width, from images without labels")
+    )
     _eval_options(
         commands.add_parser(
             "eval", help="accuracy of an artifact at each width, or agreement where there are no labels"

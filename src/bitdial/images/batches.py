@@ -68,8 +68,10 @@ class ImageBatches(Sequence[Tensor]):
         return len(self.names)
 
     def subset(self, count: int) -> Self:
-        """`count` of these images, evenly spread, or all of them if they are fewer."""
-        return self._of(spread(self.names, count))
+        """`count` of these images, evenly spread, or all of them if they are fewer; they share the kept pixels."""
+        made = self._of(spread(self.names, count))
+        made._cache = self._cache if made._cache is not None else None
+        return made
 
     def others(self, count: int) -> Self | None:
         """Up to `count` images of the folder that are not among these, evenly spread; None if there are none."""
