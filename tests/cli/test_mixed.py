@@ -23,10 +23,10 @@ pytest.importorskip("highspy")
 WIDTHS = (4, 3, 2)
 
 
-def make_file(path: Path, *, width: int = 4, stored: bool = True) -> Path:
+def make_file(path: Path, *, width: int = 4, stored: bool = True, **config: Any) -> Path:
     torch.manual_seed(0)
     net = bitdial.build_model("cifar_resnet", blocks=1, width=width, in_channels=1)
-    model = bitdial.prepare(net, bitdial.QuantConfig(bit_choices=WIDTHS), torch.rand(16, 1, 8, 8))
+    model = bitdial.prepare(net, bitdial.QuantConfig(bit_choices=WIDTHS, **config), torch.rand(16, 1, 8, 8))
     bitdial.save(model, path, metrics={"recipe": "digits", "holdout": True})
     layers = {
         name: LayerSensitivity(trace=10.0**-place, error=0.01, parameters=int(np.prod(entry["shape"])), samples=16)
@@ -314,3 +314,32 @@ def test_pareto_explains_wrong_input(
     assert words in capsys.readouterr().err
     assert file.read_bytes() == before
     assert not file.with_suffix(".html").exists()
+
+
+def test_layers_with_a_width_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are pinned unless --pin says otherwise; `inspect` shows them; uniform settings say that they are there."""
+    file = make_file(tmp_path / "net.safetensors", keep_first_last=4)
+    fixed = bitdial.read_artifact(file).fixed_bits
+    assert set(fixed.values()) == {4}
+    assert main(["inspect", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[-2:] == ["fixed", "bits"] for line in lines)
+    assert all(any(line.startswith(f"{name} ") and line.split()[-1] == "4" for line in lines) for name in fixed)
+    assert any(line.startswith("fixed widths   2 layers at 4 bits") for line in lines)
+    assert main(["search", str(file), "--average-bits", "3", "--store"]) == 0
+    plan = bitdial.read_artifact(file).plans["3.0 bits"]
+    assert all(plan[name] == (4, 4) for name in fixed)
+    first = next(iter(fixed))
+    assert main(["search", str(file), "--average-bits", "3", "--pin", f"{first}=2", "--store"]) == 0
+    assert bitdial.read_artifact(file).plans["3.0 bits"][first] == (2, 2)
+    capsys.readouterr()
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).random((40, 1, 8, 8), np.float32), y=np.arange(40) % 10)
+    assert main(["pareto", str(file), "--data", str(tmp_path / "data.npz"), "--points", "3"]) == 0
+    text, page = capsys.readouterr().out, file.with_suffix(".html").read_text()
+    for name in ("2 bits, fixed layers at theirs", "3 bits, fixed layers at theirs", "4 bits everywhere"):
+        assert name in text
+        assert name in page
+    live = bitdial.load(file)
+    for name in bitdial.read_artifact(file).plans:
+        bitdial.set_bits(live, name)
+    assert main(["export", str(file), "--bits", "2", "--onnx", str(tmp_path / "net.onnx")]) == 0

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from bitdial import (
     BitPlan,
     QuantConfig,
+    Rule,
     TrainConfig,
     code_exact,
     describe,
@@ -238,3 +239,12 @@ def test_onnx(tmp_path: Path) -> None:
         (found,) = session.run(None, {key: value.numpy() for key, value in zip(names, BATCH, strict=True)})
         near = torch.isclose(torch.from_numpy(found), live(*BATCH), rtol=1e-4, atol=1e-4).all(dim=1)
         assert near.float().mean() >= 0.75
+
+
+def test_products_have_the_width_of_a_layer_that_has_its_own(tmp_path: Path) -> None:
+    model = prepared(rules=(Rule(pattern="pool.out_proj", bits=8),))
+    save(model, tmp_path / "m")
+    for each in (model, load(tmp_path / "m", Reader())):
+        set_bits(each, 2)
+        sites = {name: m.act_bits for name, m in each.named_modules() if isinstance(m, ActivationSite)}
+        assert sites == {f"{name}.{site}": 8 if name == "pool" else 2 for name in ATTENTIONS for site in SITES}

@@ -110,3 +110,12 @@ def test_compiled_models_are_compiled_once() -> None:
         compiled(INPUTS)
     assert len(graphs) == 1
     torch.compiler.reset()
+
+
+def test_a_layer_with_a_width_of_its_own_does_not_count() -> None:
+    """It may be set by rule, so the first that goes by the dial counts; if there is none, nothing is left untrained."""
+    config = QuantConfig(bit_choices=(8, 2), keep_first_last=8)
+    model = prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), config, torch.randn(8, 4))
+    assert [layer.unset_passes for layer in model] == [None, 0, None]
+    model = prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), config, torch.randn(8, 4))
+    assert [layer.unset_passes for layer in model] == [None, None]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bitdial import (
     BitPlan,
     QuantConfig,
+    Rule,
     accuracy,
     at_bits,
     get_bits,
@@ -692,3 +693,34 @@ def test_of_equal_points_the_first_stays_and_nan_is_refused() -> None:
     assert pareto_front({}) == {}
     with pytest.raises(ConfigError, match="'x': its cost or accuracy is NaN"):
         pareto_front({"x": (1, float("nan"))})
+
+
+# --- layers with a width of their own -----------------------------------------------------------
+
+
+def test_layers_with_a_width_of_their_own_are_pinned_unless_told_otherwise() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    config = QuantConfig(bit_choices=(8, 4, 2), keep_first_last=8, start="lsq", rules=(Rule(pattern="1", bits=4),))
+    fixed = prepare(net, config, torch.randn(16, 8))
+    costs, even = measure_costs(fixed, torch.zeros(1, 8)), dict.fromkeys("0123", 1.0)
+    found = search(fixed, even, costs, {"average_bits": 5.5})
+    assert found.plan == BitPlan({"0": 8, "1": 4, "2": 2, "3": 8})
+    assert search(fixed, even, costs, {"average_bits": 8}).plan == BitPlan({"0": 8, "1": 4, "2": 8, "3": 8})
+    with pytest.raises(BudgetError, match=r"the least is 5\.5"):
+        search(fixed, even, costs, {"average_bits": 5})
+    released = search(fixed, even, costs, {"average_bits": 4}, pinned={"3": 2})
+    assert released.plan == BitPlan({"0": 8, "1": 4, "2": 2, "3": 2})
+    apart = search(fixed, even, costs, {"average_bits": 5.5}, activation_bits=4)
+    assert apart.plan == BitPlan({"0": 8, "1": 4, "2": (2, 4), "3": 8})
+    grouped = search(fixed, even, costs, {"average_bits": 8}, groups=[("1", "2")])
+    assert grouped.plan == BitPlan({"0": 8, "1": 4, "2": 4, "3": 8})
+    told = search(fixed, even, costs, {"average_bits": 8}, groups=[("0", "1")], pinned={"1": 2})
+    assert told.plan == BitPlan({"0": 2, "1": 2, "2": 8, "3": 8})
+    with pytest.raises(PlanError, match=r"'0', '1' share their bits but are pinned to .*each a width of its own"):
+        search(fixed, even, costs, {"average_bits": 8}, groups=[("0", "1")])
+    swept = candidates(fixed, even, costs, {"average_bits": 9}, alternatives_at={"average_bits": 6}, progress=False)
+    assert {one.plan for one in swept} == {BitPlan({"0": 8, "1": 4, "2": bits, "3": 8}) for bits in (8, 4, 2)}
+    other = prepare(net, QuantConfig(bit_choices=(8, 4, 2), keep_first_last=False), torch.randn(16, 8))
+    with pytest.raises(ConfigError, match="measured on another model"):
+        search(other, even, costs, {"average_bits": 8})

@@ -220,3 +220,43 @@ def test_mean_accuracy_is_the_area_under_the_steps() -> None:
     for least, most in ((1.9, 4), (3, 3), (4, 3)):
         with pytest.raises(ConfigError, match="no front from"):
             mean_accuracy(points, least, most)
+
+
+def test_uniform_settings_leave_layers_with_a_width_of_their_own_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
+    config = bitdial.QuantConfig(bit_choices=WIDTHS, keep_first_last=4)
+    model = bitdial.prepare(net, config, torch.rand(8, 1, 8, 8))
+    costs = measure_costs(model, torch.zeros(1, 1, 8, 8))
+    assert set(costs.fixed_bits.values()) == {4}
+    found = candidates(model, dict.fromkeys(costs.layers, 1.0), costs, {"average_bits": 5}, progress=False)
+    front = measure_front(model, found, costs, BATCHES, lambda model, _: 0.5, label="net", progress=False)
+    assert [one.uniform_width for one in front.uniform] == [2, 3, 4]
+    assert [one.uniform_name for one in front.uniform] == [
+        "2 bits, fixed layers at theirs",
+        "3 bits, fixed layers at theirs",
+        "4 bits everywhere",
+    ]
+    for one in front.uniform:
+        with at_bits(model, one.uniform_width):
+            assert get_bits(model) == one.plan
+        assert one.costs == costs.of(one.uniform_width)
+    assert {one.plan for one in front.uniform} & {one.plan for one in found}  # the same plans, so measured once
+    front.save(tmp_path / "front.json")
+    assert MeasuredFront.load(tmp_path / "front.json") == front
+    written = json.loads((tmp_path / "front.json").read_text())
+    assert all("width" not in one for one in written["candidates"])
+    for one in written["uniform"]:
+        del one["width"]  # as files had it before
+    written["uniform"][-1]["plan"]["layers"] = {name: [4, 4] for name in costs.layers}
+    (tmp_path / "front.json").write_text(json.dumps(written))
+    assert MeasuredFront.load(tmp_path / "front.json").uniform[-1].uniform_width == 4
+    written["uniform"][0]["width"] = "2"
+    (tmp_path / "front.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="the width of a uniform setting"):
+        MeasuredFront.load(tmp_path / "front.json")
+
+
+def test_a_uniform_setting_is_not_named_after_a_width_that_no_layer_has() -> None:
+    one = MeasuredPlan(plan=BitPlan({"a": 4, "b": 4}), costs={"average_bits": 4}, accuracy=0.5, width=2)
+    assert one.uniform_name == "2 bits, fixed layers at theirs"

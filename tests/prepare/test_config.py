@@ -280,3 +280,31 @@ def test_importance_weighs_widths_of_a_balanced_start() -> None:
             QuantConfig(start="balanced", importance=wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="start='balanced'"):
         QuantConfig(importance={8: 2.0})
+
+
+# --- widths of their own ------------------------------------------------------------------------
+
+
+def test_keep_first_last_is_a_switch_or_a_width() -> None:
+    for value in (True, False, 8, 4):
+        config = QuantConfig(keep_first_last=value)
+        back = QuantConfig.from_dict(through_json(config.to_dict()))
+        assert (back, type(back.keep_first_last)) == (config, type(value))
+    for wrong in (1, 0, 5, 3, -8, 8.0, "8", None, (8,)):  # 1 is no True
+        with pytest.raises(ConfigError, match=r"keep_first_last=.* must be True .*widths \(8, 6, 4, 2\)"):
+            QuantConfig(keep_first_last=wrong)  # type: ignore[arg-type]
+
+
+def test_the_bits_of_a_rule() -> None:
+    rule = Rule(pattern="a", bits=6)
+    assert str(rule) == "Rule(pattern='a', bits=6)"
+    assert Rule.from_dict(through_json(rule.to_dict())) == rule
+    assert QuantConfig(rules=(rule,)).rules == (rule,)
+    assert Rule(pattern="a", bits=6, quantize=True, activations="float").bits == 6
+    for wrong in (True, False, 1, 0, 9, 8.0, "8", (8, 8)):
+        with pytest.raises(ConfigError, match=r"Rule\.bits=.* is not a width"):
+            Rule(pattern="a", bits=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="bits=6 and quantize=False contradict"):
+        Rule(pattern="a", bits=6, quantize=False)
+    with pytest.raises(ConfigError, match=r"Rule\(pattern='a', bits=6\): bits=6 is not one of the widths \(8, 4\)"):
+        QuantConfig(bit_choices=(8, 4), rules=(rule,))

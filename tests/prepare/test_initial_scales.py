@@ -182,3 +182,21 @@ def test_weights_that_codes_hit_exactly() -> None:
     scale = start_of(weight, (2,), start="balanced", bit_choices=(8, 4))
     assert bool(torch.isfinite(scale).all())
     assert float(errors_of(weight, scale, "double_rounding", (8, 4))[0].max()) < 0.05
+
+
+def test_a_layer_with_a_width_of_its_own_starts_for_that_width_alone() -> None:
+    """A shared scale that must serve 2 bits too clips what 8 bits could hold."""
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for start in ("mse", "balanced", "lsq"):
+        config = QuantConfig(bit_choices=(8, 4, 2), start=start)
+        shared = weight_scales(weight, (4,), name="x", config=config)[8]
+        for bits in (8, 4):
+            fixed = weight_scales(weight, (4,), name="x", config=config, fixed_bits=bits)[8]
+            errors = [
+                (bf.fake_quantize(weight, scale, high=8, low=bits, scheme="double_rounding") - weight).square().sum()
+                for scale in (fixed, shared)
+            ]
+            assert errors[0] < errors[1] or start == "lsq", (start, bits)  # which is no least error
+        alone = QuantConfig(bit_choices=(8,), start=start)
+        eight = weight_scales(weight, (4,), name="x", config=config, fixed_bits=8)[8]
+        assert torch.equal(eight, weight_scales(weight, (4,), name="x", config=alone)[8])

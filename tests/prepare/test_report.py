@@ -206,3 +206,19 @@ def test_ready_made_models_are_quantised_nearly_whole() -> None:
     assert report.quantised_share > 0.99
     assert report.quantised_multiply_add_share > 0.98
     assert not report.warnings
+
+
+def test_it_says_which_layers_have_a_width_of_their_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "bitdial"):
+        model = made(keep_first_last=6, rules=(Rule(pattern="left", bits=2), Rule(pattern="kept", quantize=False)))
+    report = describe(model)
+    assert report.fixed_bits == {"stem": 6, "left": 2, "right": 2, "head": 6}  # left and right share a weight
+    assert "fixed widths   2 layers at 6 bits and 2 layers at 2 bits: stem, left, right, head" in str(report)
+    assert "are quantised; 2 layers at 6 bits and 2 layers at 2 bits; first layers stem" in report.summary()
+    assert report.summary() in caplog.text
+    assert ModelReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    save(model, tmp_path / "m")
+    assert describe(load(tmp_path / "m", Net())) == report
+    assert report.width_bytes == sizes(read_artifact(tmp_path / "m"))["separate"]
+    assert "fixed" not in str(describe(made()))
+    assert "fixed_bits" not in describe(made()).to_dict()

@@ -186,3 +186,13 @@ def test_what_was_measured_can_be_passed_as_it_is(make_model, make_images) -> No
 def test_settings_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         config(**wrong)
+
+
+def test_layers_with_a_width_of_their_own_are_not_drawn() -> None:
+    sampler = PlanSampler(LAYERS, (8, 6, 4, 2), sensitive=set(), seed=3, fixed={"end": 8})
+    alone = PlanSampler(LAYERS, (8, 6, 4, 2), sensitive=set(), seed=3)
+    for step in range(50):
+        for bits, plan in sampler.plans(step, 1.0).items():
+            other = alone.plans(step, 1.0)[bits]
+            assert bits in (8, 2) or plan["end"] == (8, 8)
+            assert [plan[name] for name in LAYERS] == [other[name] for name in LAYERS]

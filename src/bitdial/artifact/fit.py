@@ -12,7 +12,7 @@ from bitdial.nn import BATCH_NORMS, SwitchableBatchNorm
 from bitdial.nn.decompose import decompose_again
 
 # What the table says of a layer that the float layer does not know.
-NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "group_size")
+NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "fixed_bits", "group_size")
 
 
 def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module], dict[str, Tensor]]:

@@ -62,6 +62,11 @@ class Artifact:
         return self.manifest.get("sites", {})
 
     @property
+    def fixed_bits(self) -> dict[str, int]:
+        """The layers with a width of their own, and those widths."""
+        return {name: entry["fixed_bits"] for name, entry in self.layers.items() if "fixed_bits" in entry}
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """Whatever figures were stored with the model."""
         return self.manifest["metrics"]

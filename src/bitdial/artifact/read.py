@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
+from bitdial.artifact.fixed import check_fixed_bits
 from bitdial.artifact.format import (
     FLOAT,
     LARGEST_CODE,
@@ -53,6 +54,7 @@ _LAYER: dict[str, type | tuple[type, ...]] = {
     "fed_by": (str, type(None)),
     "group_size": (int, type(None)),
 }
+_OPTIONAL: dict[str, type] = {"tied_to": str, "fixed_bits": int}  # in a layer's entry
 _SETTINGS: dict[str, type | tuple[type, ...]] = {  # of any kind, by the names in its record
     "stride": list,
     "padding": (list, str),
@@ -122,6 +124,7 @@ class _Checker:
                 raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
         for name, entry in manifest["layers"].items():
             self._layer(name, entry)
+        check_fixed_bits(self.artifact)
         for name, entry in manifest["norms"].items():
             self._norm(name, entry)
         check_sites(self.artifact)
@@ -163,8 +166,8 @@ class _Checker:
         if not isinstance(called, str) or called not in KINDS:
             raise ArtifactError(f"{label}: type {called!r} is not one of {', '.join(KINDS)}")
         kind = KINDS[called]
-        tied = {"tied_to": str} if "tied_to" in entry else {}
-        _fields(label, entry, {**_LAYER, **{key: _SETTINGS[key] for key in kind.settings}, **tied})
+        optional = {key: form for key, form in _OPTIONAL.items() if key in entry}
+        _fields(label, entry, {**_LAYER, **{key: _SETTINGS[key] for key in kind.settings}, **optional})
         shape = tuple(entry["shape"])
         if len(shape) != kind.weight_dims or not _sizes(shape):
             raise ArtifactError(f"{label}: {list(shape)} is not the shape of a {kind.name} weight")
@@ -178,7 +181,7 @@ class _Checker:
         if entry["fed_by"] not in (None, UNKNOWN) and entry["fed_by"] not in {*self.artifact.layers} - {name}:
             raise ArtifactError(f"{label}: it is fed by {entry['fed_by']!r}, which is not another quantised layer")
         self._groups(name, entry)
-        if tied:
+        if "tied_to" in entry:
             owner = self.artifact.layers.get(entry["tied_to"])
             same = ("shape", "group_size")
             if not isinstance(owner, dict) or "tied_to" in owner or any(owner.get(k) != entry[k] for k in same):
@@ -361,8 +364,10 @@ def _renew(manifest: dict[str, Any]) -> None:
     for name, entry in manifest["layers"].items():
         if not isinstance(entry, dict):
             continue  # refused later
-        if "group_size" in entry or entry.get("type") not in OLD_KINDS:
-            raise ArtifactError(f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size'")
+        if {"group_size", "fixed_bits"} & set(entry) or entry.get("type") not in OLD_KINDS:
+            raise ArtifactError(
+                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size' or 'fixed_bits'"
+            )
         entry["group_size"] = None
 
 

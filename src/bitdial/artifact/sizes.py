@@ -11,7 +11,8 @@ from bitdial.prepare.sizes import SITE_BYTES
 def sizes(artifact: Artifact) -> dict[str, Any]:
     """Bytes of the tensors by what they are, of the file, and of `separate` files that would each hold one width.
 
-    A separate file counts that width's packed codes, its scales, its norm set and the float layers.
+    A separate file counts that width's packed codes (of layers with a width of their own, those of that), its scales,
+    its norm set and the float layers.
     `norms_by_transitions` is what the norms take, or would take, without transitions and with each kind of them.
     """
     parts = {"codes": 0, "scales": 0, "norms": 0, "float": 0}
@@ -25,7 +26,7 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
         one = parts["float"] + one_set + SITE_BYTES * len(artifact.sites)
         for name, entry in artifact.layers.items():
             if "tied_to" not in entry:
-                one += math.ceil(math.prod(entry["shape"]) * bits / 8)
+                one += math.ceil(math.prod(entry["shape"]) * entry.get("fixed_bits", bits) / 8)
                 one += 4 * artifact.tensors[f"{name}/weight_scale"][0].numel()  # that of one width
                 multipliers = artifact.group_scale(name)
                 one += 0 if multipliers is None else multipliers.numel()

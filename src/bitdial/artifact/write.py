@@ -178,6 +178,8 @@ def _layer_table(layers: Mapping[str, QuantLayer]) -> tuple[dict[str, Tensor], d
         parts, entry = _layer_parts(name, layer, stored_by)
         tensors |= {f"{name}/{part}": tensor for part, tensor in parts.items()}
         table[name] = entry | {"fed_by": _name_here(name, layer.fed_by, layers)}
+        if layer.fixed_bits is not None:
+            table[name]["fixed_bits"] = layer.fixed_bits
     return tensors, table
 
 

@@ -5,7 +5,7 @@ import time
 
 from bitdial.cli.mixed import show_correlation
 from bitdial.cli.places import writing
-from bitdial.cli.tables import bits_text, number, percent, show_table
+from bitdial.cli.tables import number, percent, show_table
 from bitdial.demos.mixed import LABELS, run_mixed_demo
 from bitdial.demos.uniform import run_demo
 
@@ -67,10 +67,9 @@ def _mixed_demo(options: argparse.Namespace) -> None:
         for name, plan in result["plans"].items()
     ]
     for one in outcome.front.uniform:
-        bits = bits_text(next(iter(one.plan.values())))
-        top1 = percent(result["top1"]["hasb"][bits])
+        top1 = percent(result["top1"]["hasb"][str(one.uniform_width)])
         costs = [number(one.costs[quantity]) for quantity in ("average_bits", "bytes", "bitops")]
-        rows.append([f"{bits} bits everywhere", percent(one.accuracy), top1, *costs])
+        rows.append([one.uniform_name, percent(one.accuracy), top1, *costs])
     columns = ["setting", "held-out accuracy", "test accuracy", "average bits", "bytes if alone", "BitOps"]
     show_table("One file, a plan for each budget", columns, rows)
     show_correlation(outcome.front)

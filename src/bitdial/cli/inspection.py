@@ -76,7 +76,11 @@ def _show_layers(artifact: Artifact) -> None:
         [name, entry["type"], "x".join(map(str, entry["shape"])), entry["activations"], entry.get("tied_to", "")]
         for name, entry in artifact.layers.items()
     ]
-    show_table("Layers", ["layer", "type", "weight", "activations", "tied to"], rows)
+    heads = ["layer", "type", "weight", "activations", "tied to"]
+    if artifact.fixed_bits:
+        heads.append("fixed bits")
+        rows = [[*row, str(artifact.fixed_bits.get(row[0], ""))] for row in rows]
+    show_table("Layers", heads, rows)
 
 
 def _describe_run(stored: object) -> str:

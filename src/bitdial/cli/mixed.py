@@ -234,7 +234,7 @@ def _show_bits(sensitivity: Sensitivity, plans: dict[str, BitPlan]) -> None:
 def _show_front(title: str, front: MeasuredFront) -> None:
     quantities = list(dict.fromkeys(("average_bits", "bytes", "bitops", front.quantity)))
     points = [(one.name or "", one) for one in front.front]
-    points += [(f"{bits_text(next(iter(one.plan.values())))} bits everywhere", one) for one in front.uniform]
+    points += [(one.uniform_name, one) for one in front.uniform]
     rows = [[name, percent(one.accuracy), *(number(one.costs[q]) for q in quantities)] for name, one in points]
     show_table(title, ["plan", "accuracy", *(q.replace("_", " ") for q in quantities)], rows)
     show_correlation(front)

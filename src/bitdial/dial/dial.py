@@ -19,7 +19,10 @@ MOST_REMEMBERED = 64  # plans that a Board remembers
 
 
 class DialledLayer(Protocol):
-    """What a layer offers to be switched: its choices, its selection, and how to change it."""
+    """What a layer offers to be switched: its choices, its selection, and how to change it.
+
+    One with a `fixed_bits` that is not None stays at that width unless a plan names it.
+    """
 
     bit_choices: tuple[int, ...]
     weight_bits: int
@@ -78,8 +81,13 @@ class Board(Generic[Steps]):
 
     def choose(self, plan: "BitPlan") -> Selection:
         """What `plan` selects, layers first; checks everything."""
-        chosen = resolve_bits({name: layer.bit_choices for name, layer in self.layers.items()}, plan)
+        chosen = self.choose_layers(plan)
         return {**chosen, **{name: _widths(name, each, chosen) for name, each in self.followers.items()}}
+
+    def choose_layers(self, plan: "BitPlan") -> Selection:
+        """What `plan` selects for the layers; checks it."""
+        choices = {name: layer.bit_choices for name, layer in self.layers.items()}
+        return resolve_bits(choices, plan, fixed_widths(self.layers))
 
     def select(self, name: str, first: int, second: int) -> None:
         """Switch one layer or follower by itself."""
@@ -140,6 +148,12 @@ def dialled_layers(model: nn.Module) -> dict[str, DialledLayer]:
     return dict(_board(model).layers)
 
 
+def fixed_widths(layers: Mapping[str, Any]) -> dict[str, int]:
+    """The widths of those of `layers` that have one of their own: {layer: fixed_bits}."""
+    found = {name: getattr(layer, "fixed_bits", None) for name, layer in layers.items()}
+    return {name: bits for name, bits in found.items() if bits is not None}
+
+
 def _board(model: nn.Module) -> Board[Any]:
     """The switchboard of `model`, or one made for the moment; an error if it has no layers."""
     board: Board[Any] | None = getattr(unwrap(model), SWITCHBOARD, None)
@@ -157,8 +171,7 @@ def is_live(model: nn.Module) -> bool:
 
 def resolve_plan(model: nn.Module, bits: "LayerBits | BitPlan | str") -> dict[str, tuple[int, int]]:
     """The weight and activation bits that `bits` gives each layer of `model`; checks everything."""
-    choices = {name: layer.bit_choices for name, layer in dialled_layers(model).items()}
-    return resolve_bits(choices, _stored_plan(model, bits) if isinstance(bits, str) else bits)
+    return _board(model).choose_layers(_stored_plan(model, bits) if isinstance(bits, str) else as_plan(bits))
 
 
 def _stored_plan(model: nn.Module, name: str) -> BitPlan:
@@ -176,8 +189,9 @@ def set_bits(model: nn.Module, bits: "LayerBits | BitPlan | str") -> None:
     """Switch `model` in place: one width, a pair (weight bits, activation bits), a BitPlan, or a stored plan's name.
 
     A loaded model knows the plans of its file by name, such as "3.0 bits". Everything is checked before anything
-    changes. Batch norms follow the weight bits of the layer that feeds them, quantizers of
-    attention products the activation bits of a layer of that attention.
+    changes. A layer with a width of its own (`fixed_bits`) stays there unless a plan names it. Batch norms follow the
+    weight bits of the layer that feeds them, quantizers of attention products the activation bits of a layer of that
+    attention.
     """
     board = _board(model)
     board.set_bits(_stored_plan(model, bits) if isinstance(bits, str) else bits)

@@ -13,7 +13,8 @@ Setting = TypeVar("Setting")
 class BitPlan(Mapping[str, tuple[int, int]]):
     """Bits for each layer by name: {layer: bits} or {layer: (weight bits, activation bits)}. Immutable.
 
-    Layers that are not named take `default`; without one, a plan must name every layer of the model it is used on.
+    Layers that are not named take `default`, or their own width if they have one (`fixed_bits`); without a default, a
+    plan must name every layer of the model it is used on.
     """
 
     def __init__(self, layers: Mapping[str, LayerBits] | None = None, *, default: LayerBits | None = None):
@@ -97,8 +98,13 @@ def as_plan(bits: "LayerBits | BitPlan") -> BitPlan:
     return bits if isinstance(bits, BitPlan) else BitPlan(default=_pair(bits, "bits"))
 
 
-def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitPlan") -> dict[str, tuple[int, int]]:
-    """The weight and activation bits that `bits` gives each layer of `choices` ({layer: bit_choices}); checks all."""
+def resolve_bits(
+    choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitPlan", fixed: Mapping[str, int] | None = None
+) -> dict[str, tuple[int, int]]:
+    """The weight and activation bits that `bits` gives each layer of `choices` ({layer: bit_choices}); checks all.
+
+    `fixed` are the layers with a width of their own, {layer: fixed_bits}: they have it unless the plan names them.
+    """
     plan = as_plan(bits)
     if unknown := [name for name in plan if name not in choices]:
         raise PlanError(
@@ -109,9 +115,10 @@ def resolve_bits(choices: Mapping[str, tuple[int, ...]], bits: "LayerBits | BitP
     if plan.default is None and (missing := [name for name in choices if name not in named]):
         raise PlanError(f"the plan says nothing about {shortened(missing)}; name every layer or give a default")
     default = cast(tuple[int, int], plan.default)  # or no layer needs it
-    chosen = {name: named.get(name, default) for name in choices}
+    own = {name: (width, width) for name, width in (fixed or {}).items() if name not in named}
+    chosen = {name: own.get(name) or named.get(name, default) for name in choices}
     for name, pair in chosen.items():
-        for value in pair:
+        for value in (*pair, *default) if name in own else pair:
             if value not in choices[name]:
                 raise PlanError(
                     f"layer {name!r}: bits={value} is not in bit_choices {choices[name]}; "

@@ -104,6 +104,9 @@ def check_offer(artifact: Artifact, kernels: str, bit_choices: Sequence[int] | N
         )
     if unknown := [bits for bits in offered if bits not in artifact.bit_choices]:
         raise ConfigError(f"bit_choices={offered}: the file has {artifact.bit_choices}, not {unknown[0]}")
+    for name, bits in artifact.fixed_bits.items():
+        if bits not in offered and unsupported_reason(artifact, name) is None:
+            raise ConfigError(f"bit_choices={offered}: layer {name!r} stays at {bits} bits; offer {bits} too")
     return offered
 
 

@@ -48,6 +48,7 @@ class LiveLayer(nn.Module):
     It has the sizes and settings of the float layer as attributes (`in_features`, `stride`, ...), since models look at
     them, and its `bias`. Its `weight` has a shape, a type and a device, and no values. `bit_choices` are the widths
     that it offers; `name` is its name in the model, for errors. Only `set_bits` changes `weight_bits` and `act_bits`.
+    With `fixed_bits` it stays at that width unless a plan names it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class LiveLayer(nn.Module):
     like: Tensor
     weight_bits: int
     act_bits: int
+    fixed_bits: int | None = None
     weight: Any = property(lambda self: HiddenWeight(self.name, self.weight_shape, self.like))
 
     def __init__(

@@ -242,7 +242,9 @@ def _live_layers(
         source = words.get(name) or StoredCodes(stored[owner], artifact.bit_choices[0])
         codes = Codes(facts, source, _scales(artifact, name, by_row=name in words))
         widths = offered if name in words else artifact.bit_choices
-        new[layer] = LiveLayer(KINDS[entry["type"]], layer, codes, name=name, bit_choices=widths)
+        live = LiveLayer(KINDS[entry["type"]], layer, codes, name=name, bit_choices=widths)
+        live.fixed_bits = entry.get("fixed_bits")
+        new[layer] = live
     return new
 
 

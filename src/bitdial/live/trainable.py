@@ -24,7 +24,7 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
             layer.bias = nn.Parameter(bias.clone())
         act_quantizer = act_quantizer_in(artifact, name, entry["activations"])
         trainable = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
-        trainable.fed_by = entry["fed_by"]
+        trainable.fed_by, trainable.fixed_bits = entry["fed_by"], entry.get("fixed_bits")
         new[layer] = trainable
     return new
 

@@ -29,12 +29,14 @@ class QuantLayer(nn.Module):
 
     Only `set_bits` changes `weight_bits` and `act_bits`. Without an activation quantizer the layer is weight-only and
     `act_bits` has no effect. `fed_by` is the quantised layer that feeds this one: None if only float modules do,
-    UNKNOWN if that could not be followed. `name` is its name in the prepared model, for errors.
+    UNKNOWN if that could not be followed. `fixed_bits` is the width that the layer stays at unless a plan names it;
+    None: it goes by the dial. `name` is its name in the prepared model, for errors.
     """
 
     kind: ClassVar[LayerKind]
     name: str = UNKNOWN
     fed_by: str | None = UNKNOWN
+    fixed_bits: int | None = None
     unset_passes: int | None = None  # see `bitdial.nn.single_width`
 
     weight: Tensor

@@ -1,7 +1,8 @@
 """A prepared model that trains at one width which nobody chose says so, once.
 
 Any training loop runs a prepared model, transformers' Trainer for example: at the highest width, and the others stay
-untrained. The first quantised layer counts the passes in train mode with gradients, until a width is set.
+untrained. The first quantised layer that goes by the dial counts the passes in train mode with gradients, until a width
+is set.
 """
 
 import warnings
@@ -14,8 +15,9 @@ PASSES = 100
 
 
 def watch_width(model: nn.Module) -> None:
-    """Let the first quantised layer of the prepared `model` count, in place."""
-    layer: Any = next((module for module in model.modules() if hasattr(type(module), "unset_passes")), None)
+    """Let the first quantised layer of the prepared `model` that goes by the dial count, in place."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(type(module), "unset_passes")]
+    layer = next((layer for layer in layers if layer.fixed_bits is None), None)
     if layer is not None and len(layer.bit_choices) > 1:
         layer.unset_passes = 0
 

@@ -13,8 +13,8 @@ from bitdial.errors import ConfigError
 RESERVED = frozenset(
     (
         "act_bits", "act_quantizer", "active_scales", "bit_choices", "check_input", "codes", "engine", "fed_by",
-        "from_float", "kind", "like", "name", "quantized_input", "quantized_weight", "quantizes_input", "run_on",
-        "select_bits", "unset_passes", "weight_bits", "weight_quantizer", "weight_rows", "weight_shape",
+        "fixed_bits", "from_float", "kind", "like", "name", "quantized_input", "quantized_weight", "quantizes_input",
+        "run_on", "select_bits", "unset_passes", "weight_bits", "weight_quantizer", "weight_rows", "weight_shape",
     )
 )  # fmt: skip
 

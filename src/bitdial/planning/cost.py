@@ -5,13 +5,13 @@ budget of 2.3 means 23/10, not the float nearest to it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from bitdial.dial.dial import dialled_layers, leader_of, unwrap
+from bitdial.dial.dial import dialled_layers, fixed_widths, leader_of, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits, resolve_bits
 from bitdial.errors import ConfigError, PlanError
 from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
@@ -58,12 +58,16 @@ class LayerCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What the layers of a model contribute to the cost of any plan; `of(plan)` adds them up."""
+    """What the layers of a model contribute to the cost of any plan; `of(plan)` adds them up.
+
+    `fixed_bits` are the layers with a width of their own, which they have in any plan that does not name them.
+    """
 
     layers: Mapping[str, LayerCosts]
     bit_choices: Mapping[str, tuple[int, ...]]
     float_bytes: int
     latency: LatencyTable | None = None
+    fixed_bits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -82,7 +86,7 @@ class Costs:
         activation_bytes    the quantised inputs of all layers, added up: what is read, not the peak
         latency             the sum over the table, in its unit
         """
-        exact = self.exact(resolve_bits(self.bit_choices, plan))
+        exact = self.exact(resolve_bits(self.bit_choices, plan, self.fixed_bits))
         exact["bytes"] += self.float_bytes
         return {name: plain_number(value) for name, value in exact.items()}
 
@@ -166,6 +170,7 @@ def measure_costs(model: nn.Module, sample: Batch, *, latency: LatencyTable | No
         bit_choices={name: layer.bit_choices for name, layer in layers.items()},
         float_bytes=float_bytes(model, [*layers, *norms, *sites]),
         latency=latency,
+        fixed_bits=fixed_widths(layers),
     )
 
 

@@ -49,8 +49,9 @@ def search(
     The loss is sum_l s_l * ||W_l - Q_b(W_l)||^2 (`objective="error"`) or sum_l s_l * (highest bits - b_l) (`"bits"`,
     the paper's objective as meant). `sensitivity` is {layer: s_l}, for example the Hessian trace divided by the number
     of weights; a negative one counts as 0, and such a layer gets what the others leave. Layers of a group share their
-    bits, as do layers on one weight; `pinned` layers have theirs. Activation bits are the weight bits, or
-    `activation_bits` everywhere. If no plan fits, BudgetError names the nearest value that can be met.
+    bits, as do layers on one weight; `pinned` layers have theirs, and so do layers with a width of their own unless
+    `pinned` gives them another. Activation bits of the others are the weight bits, or `activation_bits`. If no plan
+    fits, BudgetError names the nearest value that can be met.
     """
     losses = layer_losses(model, objective)
     _same_layers(model, costs)
@@ -173,9 +174,10 @@ def check_quantity(name: str, costs: Costs) -> None:
 
 
 def _same_layers(model: nn.Module, costs: Costs) -> None:
-    layers = {name: layer.bit_choices for name, layer in prepared_layers(model).items()}
-    if layers != dict(costs.bit_choices):
-        odd = next(iter(layers.items() ^ costs.bit_choices.items()))[0]
+    layers = {name: (layer.bit_choices, layer.fixed_bits) for name, layer in prepared_layers(model).items()}
+    measured = {name: (choices, costs.fixed_bits.get(name)) for name, choices in costs.bit_choices.items()}
+    if layers != measured:
+        odd = next(iter(layers.items() ^ measured.items()))[0]
         raise ConfigError(
             f"the costs were measured on another model: they differ at layer {odd!r}; call measure_costs on this one"
         )

@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
-from bitdial.dial.plan import BitPlan
+from bitdial.dial.plan import BitPlan, resolve_bits
 from bitdial.errors import ConfigError, PlanError
 from bitdial.files.atomic import read_json, write_json
 from bitdial.planning.correlation import pearson, spearman
@@ -22,7 +22,8 @@ from bitdial.prepare.measure import Measure
 class MeasuredPlan:
     """A plan, its costs and its accuracy (0 to 1); `name`, for one on the front, is its average bits: "2.97 bits".
 
-    `predicted_loss` is what the search minimised; None for a plan that no search found.
+    `predicted_loss` is what the search minimised; None for a plan that no search found. `width` is that of a uniform
+    setting, in which all layers but those with a width of their own have it.
     """
 
     plan: BitPlan
@@ -30,6 +31,7 @@ class MeasuredPlan:
     accuracy: float
     predicted_loss: float | None = None
     name: str | None = None
+    width: int | None = None
 
     def __post_init__(self) -> None:
         numbers = [self.accuracy, *self.costs.values(), 0 if self.predicted_loss is None else self.predicted_loss]
@@ -37,10 +39,25 @@ class MeasuredPlan:
             raise ConfigError("a plan's accuracy, costs and predicted loss must be finite numbers")
         if self.name is not None and not isinstance(self.name, str):
             raise ConfigError("a plan's name must be text")
+        if self.width is not None and type(self.width) is not int:
+            raise ConfigError(f"the width of a uniform setting is {self.width!r}, expected a whole number")
+
+    @property
+    def uniform_width(self) -> int:
+        """The width of a uniform setting; where `width` does not say it, as in older files, all layers have it."""
+        return next(iter(self.plan.values()))[0] if self.width is None else self.width
+
+    @property
+    def uniform_name(self) -> str:
+        """What a uniform setting is called: "4 bits everywhere", or "4 bits, fixed layers at theirs"."""
+        width = self.uniform_width
+        everywhere = all(pair == (width, width) for pair in self.plan.values())
+        return f"{width} bits{' everywhere' if everywhere else ', fixed layers at theirs'}"
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        return {**asdict(self), "plan": self.plan.to_dict()}
+        values = {**asdict(self), "plan": self.plan.to_dict()}
+        return values if self.width is not None else {key: value for key, value in values.items() if key != "width"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +67,7 @@ class MeasuredFront:
     label       whose plans they are, such as a file's name
     quantity    the cost against which the front weighs accuracy: a key of `Costs.of`
     candidates  the plans that compete for the front
-    uniform     the settings of one width each, for comparison
+    uniform     the settings of one width each, for comparison; layers with a width of their own have that
     """
 
     label: str
@@ -163,7 +180,8 @@ def measure_front(
     say False where layers were pinned to others.
     """
     widths = [b for b in next(iter(costs.bit_choices.values())) if all(b in c for c in costs.bit_choices.values())]
-    uniform = {BitPlan(dict.fromkeys(costs.layers, bits)): costs.of(bits) for bits in widths}
+    settings = {bits: BitPlan(resolve_bits(costs.bit_choices, bits, costs.fixed_bits)) for bits in widths}
+    uniform = {plan: costs.of(plan) for plan in settings.values()}
     losses = {one.plan: one.predicted_loss for one in found}
     considered = {one.plan: one.costs for one in found}
     considered |= {plan: cost for plan, cost in uniform.items() if uniform_on_front and plan not in losses}
@@ -173,7 +191,7 @@ def measure_front(
     front = pareto_front({plan: (cost[quantity], accuracy[plan]) for plan, cost in considered.items()})
     names = dict(zip(front, _names([considered[plan]["average_bits"] for plan in front]), strict=True))
 
-    def measured(plans: dict[BitPlan, dict[str, float]]) -> tuple[MeasuredPlan, ...]:
+    def measured(plans: dict[BitPlan, dict[str, float]], by_plan: Mapping[BitPlan, int]) -> tuple[MeasuredPlan, ...]:
         return tuple(
             MeasuredPlan(
                 plan=plan,
@@ -181,13 +199,18 @@ def measure_front(
                 accuracy=accuracy[plan],
                 predicted_loss=losses.get(plan),
                 name=names.get(plan),
+                width=by_plan.get(plan),
             )
             for plan, cost in sorted(plans.items(), key=lambda item: item[1][quantity])
         )
 
     samples = sum(len(targets) for _, targets in batches)
     return MeasuredFront(
-        label=label, quantity=quantity, samples=samples, candidates=measured(considered), uniform=measured(uniform)
+        label=label,
+        quantity=quantity,
+        samples=samples,
+        candidates=measured(considered, {}),
+        uniform=measured(uniform, {plan: bits for bits, plan in settings.items()}),
     )
 
 

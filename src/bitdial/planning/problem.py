@@ -82,7 +82,10 @@ def build_problem(
     pinned: Mapping[str, LayerBits] | None = None,
     activation_bits: int | None = None,
 ) -> Problem:
-    """The table for `search`, from what each layer loses at each width and how much that matters (`sensitivity`)."""
+    """The table for `search`, from what each layer loses at each width and how much that matters (`sensitivity`).
+
+    Where `pinned` says nothing of layers that share their bits, those with a width of their own have it.
+    """
     weight = loss_weights(sensitivity, list(costs.layers))
     held = {name: _held(costs, name, bits) for name, bits in (pinned or {}).items()}
     if activation_bits is not None:
@@ -90,9 +93,13 @@ def build_problem(
     place = {name: i for i, name in enumerate(costs.layers)}
     units = []
     for layers in _sharing(costs, groups):
-        asked = {held[name] for name in layers if name in held}
+        own = {(bits, bits) for name in layers if (bits := costs.fixed_bits.get(name)) is not None}
+        asked = {held[name] for name in layers if name in held} or own
         if len(asked) > 1:
-            raise PlanError(f"layers {', '.join(map(repr, layers))} share their bits but are pinned to {sorted(asked)}")
+            raise PlanError(
+                f"layers {', '.join(map(repr, layers))} share their bits but are pinned to {sorted(asked)}"
+                + (", each a width of its own; pin one of them" if asked is own else "")
+            )
         widths = [b for b in costs.bit_choices[layers[0]] if all(b in costs.bit_choices[n] for n in layers)]
         choices = tuple(asked) or tuple((b, activation_bits or b) for b in widths)
         # Earlier layers count a little more, so that layers alike in all else do not tie; the square root keeps sums of

@@ -200,7 +200,8 @@ def _infeasible(problem: Problem, budgets: Mapping[str, Fraction]) -> BudgetErro
     nearest = {name: _at_least(value) for name, value in (alone or _nearest_together(problem, budgets)).items()}
     parts = [f"{name} <= {plain_number(budgets[name])!r} (the least is {value!r})" for name, value in nearest.items()]
     if alone:
-        return BudgetError(f"no plan meets {' or '.join(parts)}; raise that budget or release pinned layers", nearest)
+        way_out = "raise that budget or release pinned layers (by `pinned` also those with a width of their own)"
+        return BudgetError(f"no plan meets {' or '.join(parts)}; {way_out}", nearest)
     if not parts:
         asked = ", ".join(f"{name} <= {plain_number(limit)!r}" for name, limit in budgets.items())
         return BudgetError(f"no plan meets {asked} together, nor all but one of them; raise several", {})

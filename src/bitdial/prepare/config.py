@@ -19,8 +19,9 @@ class Rule(Config):
     `pattern` is a shell-style pattern over module names (`layer1.*`), `type` a class name (`Linear`; also that of a
     module which is taken apart, such as `LSTM`, for all its layers); at least one is given, and a layer must match both
     where both are. `quantize=True` also overrules `keep_first_last`, and an Embedding is quantised only where it says
-    so. `group_size` is that of QuantConfig, or 0 for a scale per channel; `per_channel` likewise takes the place of
-    groups. A rule that matches no layer is an error.
+    so. `bits`, one of bit_choices, is a width of its own for each layer that matches: it is quantised, as
+    `quantize=True` says, and stays at that width unless a plan names it. `group_size` is that of QuantConfig, or 0 for
+    a scale per channel; `per_channel` likewise takes the place of groups. A rule that matches no layer is an error.
     """
 
     pattern: str | None = None
@@ -29,6 +30,7 @@ class Rule(Config):
     activations: str | None = None
     per_channel: bool | None = None
     group_size: int | None = None
+    bits: int | None = None
 
     def __post_init__(self) -> None:
         check_types("Rule", self, {"pattern": str, "type": str, "quantize": bool, "per_channel": bool})
@@ -39,10 +41,17 @@ class Rule(Config):
             raise ConfigError("a Rule needs a pattern, a type, or both")
         if self.activations is not None:
             check_choice("Rule.activations", self.activations, ("auto", "float", *ACTIVATION_KINDS))
-        if {self.quantize, self.activations, self.per_channel, self.group_size} == {None}:
+        if self.bits is not None and (type(self.bits) is not int or not 2 <= self.bits <= 8):
+            raise ConfigError(f"Rule.bits={self.bits!r} is not a width; give one of bit_choices, such as 8")
+        if self.bits is not None and self.quantize is False:
             raise ConfigError(
-                f"the rule for {self.pattern or self.type!r} changes nothing; set quantize, activations, per_channel "
-                "or group_size"
+                f"Rule.bits={self.bits} and quantize=False contradict each other: a layer is quantised at a width, or "
+                "stays in float; drop one"
+            )
+        if {self.quantize, self.activations, self.per_channel, self.group_size, self.bits} == {None}:
+            raise ConfigError(
+                f"the rule for {self.pattern or self.type!r} changes nothing; set quantize, activations, per_channel, "
+                "group_size or bits"
             )
 
     def __str__(self) -> str:
@@ -71,7 +80,8 @@ class QuantConfig(Config):
     importance       of each width to start='balanced', such as {8: 2}; a width that is not named has 1
     scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
                      factor 2^shift)
-    keep_first_last  keep the layers in float that the model's inputs reach first, and those that make its outputs
+    keep_first_last  True: keep the layers in float that the model's inputs reach first, and those that make its
+                     outputs; a width such as 8: quantise them, and let them stay at it; False: as all others
     switch_norms     give each batch norm one set of parameters and statistics per bit-width
     rules            exceptions by name or type
     """
@@ -87,7 +97,7 @@ class QuantConfig(Config):
     start: str = "mse"
     importance: dict[int, float] = field(default_factory=dict, hash=False)
     scale_gradient: str = "exact"
-    keep_first_last: bool = True
+    keep_first_last: bool | int = True
     switch_norms: bool = True
     rules: tuple[Rule, ...] = field(default=())
 
@@ -98,9 +108,15 @@ class QuantConfig(Config):
     def __post_init__(self) -> None:
         object.__setattr__(self, "bit_choices", check_bit_choices(self.bit_choices))
         object.__setattr__(self, "importance", check_importance(self.importance, self.bit_choices, self.start))
-        for name in ("per_channel", "keep_first_last", "switch_norms"):
+        for name in ("per_channel", "switch_norms"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        kept = self.keep_first_last
+        if not isinstance(kept, bool) and (type(kept) is not int or kept not in self.bit_choices):
+            raise ConfigError(
+                f"keep_first_last={kept!r} must be True (in float), False (as all others), or one of the widths "
+                f"{self.bit_choices} to stay at"
+            )
         if not isinstance(self.rules, tuple | list):
             raise ConfigError(f"rules={self.rules!r} must be a tuple of Rule")
         scheme = scheme_of(self.scheme)
@@ -125,6 +141,9 @@ class QuantConfig(Config):
             raise ConfigError(f"group_size={self.group_size} and per_channel=False ask for different scales; drop one")
         rules = tuple(r if isinstance(r, Rule) else Rule.from_dict(r) for r in self.rules)
         object.__setattr__(self, "rules", rules)
+        for rule in rules:
+            if rule.bits is not None and rule.bits not in self.bit_choices:
+                raise ConfigError(f"{rule}: bits={rule.bits} is not one of the widths {self.bit_choices}; add it there")
         if not scheme.narrows and (self.group_size or any(rule.group_size for rule in rules)):
             raise ConfigError(
                 f"group_size is for schemes that narrow stored integers; {self.scheme!r} rounds each width anew. "

@@ -20,12 +20,15 @@ _LEAST_ERROR = 1e-10  # relative, squared; 8 bits have 1e-5 to 1e-6
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
 
-def weight_scales(weight: Tensor, shape: tuple[int, ...], *, name: str, config: QuantConfig) -> dict[int, Tensor]:
+def weight_scales(
+    weight: Tensor, shape: tuple[int, ...], *, name: str, config: QuantConfig, fixed_bits: int | None = None
+) -> dict[int, Tensor]:
     """Starting scales of `shape` for a `weight` in rows, by the width they belong to; empty if the scheme derives them.
 
     A shared scale belongs to the highest width. With start='mse' it minimises the squared error summed over all widths,
     sum_b |W - W_b|^2, which is nearly that of the lowest. With start='balanced' it minimises the sum of logarithms,
-    sum_b importance_b log |W - W_b|^2: to halve the error of one width is worth to double that of another.
+    sum_b importance_b log |W - W_b|^2: to halve the error of one width is worth to double that of another. For a layer
+    that stays at `fixed_bits`, no other width counts.
     """
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
@@ -33,7 +36,8 @@ def weight_scales(weight: Tensor, shape: tuple[int, ...], *, name: str, config: 
     rule = bf.scheme_of(config.scheme)
     largest = _largest(rows, shape)
     if rule.shares_scale:
-        scale = _weight_scale(rows, largest, widths[0], widths, config).reshape(shape)
+        used = widths if fixed_bits is None else (fixed_bits,)
+        scale = _weight_scale(rows, largest, widths[0], used, config).reshape(shape)
         if config.start == "max" and bf.has_groups(shape) and config.group_scales == "integer":
             scale = bf.two_level_above(scale)
         return {widths[0]: scale}

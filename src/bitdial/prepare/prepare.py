@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.dial.dial import unwrap
+from bitdial.dial.dial import set_bits, unwrap
 from bitdial.errors import ConfigError
 from bitdial.nn import (
     QUANTIZED,
@@ -44,7 +44,8 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
 
     `calibration` is a batch of inputs (a tensor, a tuple of positional or a dict of keyword arguments) or a list of
     batches. It shows which layers are first and last, the kind and starting scales of the activations and which layer
-    each batch norm follows. The result is set to the highest width. `describe(prepared)` reports what was done.
+    each batch norm follows. The result is set to the highest width, layers with a width of their own to that.
+    `describe(prepared)` reports what was done.
     """
     if not isinstance(config, QuantConfig):
         raise ConfigError(
@@ -76,6 +77,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     if config.attention == "quantized":
         said += quantize_products(model, layers, batches, config)
     swap_modules(model, new)
+    set_bits(model, config.bit_choices[0])
     watch_width(model)
 
     report = ModelReport(**found.facts(), float_bytes=before, **expected_bytes(model), warnings=tuple(said))
@@ -114,13 +116,14 @@ def _quantized_layers(
             )
         owner = first_of.setdefault(cast(nn.Parameter, layer.weight), name)
         if owner == name:
-            quantizer = _weight_quantizer(name, rows, scale_shape, config)
+            quantizer = _weight_quantizer(name, rows, scale_shape, treatment.fixed_bits, config)
         else:
             quantizer = made[owner].weight_quantizer
             _check_tied(name, kind, rows, scale_shape, owner, made[owner])
         activations = treatment.activations
         act_quantizer = None if activations == "float" else act_quantizer_of(name, inputs[name], activations, config)
         made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
+        made[name].fixed_bits = treatment.fixed_bits
     return made
 
 
@@ -140,9 +143,11 @@ def _check_tied(
         )
 
 
-def _weight_quantizer(name: str, rows: Tensor, scale_shape: tuple[int, ...], config: QuantConfig) -> WeightQuantizer:
+def _weight_quantizer(
+    name: str, rows: Tensor, scale_shape: tuple[int, ...], fixed_bits: int | None, config: QuantConfig
+) -> WeightQuantizer:
     with torch.no_grad():
-        scales = weight_scales(rows, scale_shape, name=name, config=config)
+        scales = weight_scales(rows, scale_shape, name=name, config=config, fixed_bits=fixed_bits)
     return WeightQuantizer(
         scales,
         bit_choices=config.bit_choices,

@@ -4,7 +4,7 @@ A file has it as plain data to show. Nothing that runs goes by it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from bitdial.errors import ConfigError
@@ -31,6 +31,7 @@ class ModelReport:
     weights, quantised_weights              elements of all parameters of two or more dimensions; those quantised
     multiply_adds, quantised_multiply_adds  in a pass over the first calibration batch, attention and all
     quantised_layers                        their names
+    fixed_bits                              those of them with a width of their own, {name: bits}
     float_layers                            every other module with weights, and why it stays in float
     switched_norms, kept_norms              the norms with a set per width; why others have none, {name: reason}
     first_layers, last_layers               the ends of the model: which its inputs reach, which make its outputs
@@ -57,6 +58,7 @@ class ModelReport:
     file_bytes: int
     width_bytes: Mapping[int, int]
     warnings: tuple[str, ...]
+    fixed_bits: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def quantised_share(self) -> float:
@@ -71,8 +73,10 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` gives an equal report back."""
         plain = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(self).items()}
+        del plain["fixed_bits"]
         return {
             **plain,
+            **({"fixed_bits": dict(self.fixed_bits)} if self.fixed_bits else {}),
             "float_layers": [asdict(layer) for layer in self.float_layers],
             "kept_norms": dict(self.kept_norms),
             "width_bytes": {str(bits): size for bits, size in self.width_bytes.items()},
@@ -81,7 +85,8 @@ class ModelReport:
     @classmethod
     def from_dict(cls, values: Any) -> Self:
         """A report from `to_dict`'s output; ConfigError for anything else."""
-        _check_fields("the report", values, {field.name for field in fields(cls)})
+        absent = {"fixed_bits"} if isinstance(values, dict) and "fixed_bits" not in values else set()
+        _check_fields("the report", values, {each.name for each in fields(cls)} - absent)
         texts = ("quantised_layers", "switched_norms", "first_layers", "last_layers", "ends_by_order", "warnings")
         made: dict[str, Any] = {key: _texts(key, values[key]) for key in texts}
         counts = (
@@ -98,14 +103,18 @@ class ModelReport:
         made["kept_norms"] = {_text("kept_norms", name): _text(name, reason) for name, reason in kept.items()}
         sizes = _entries("width_bytes", values, dict)
         made["width_bytes"] = {_width(bits): _count("width_bytes", size) for bits, size in sizes.items()}
+        if not absent:
+            fixed = _entries("fixed_bits", values, dict)
+            made["fixed_bits"] = {_text("fixed_bits", name): _fixed_width(bits) for name, bits in fixed.items()}
         return cls(**made)
 
     def summary(self) -> str:
         """One line."""
+        fixed = f"; {_fixed(self.fixed_bits)}" if self.fixed_bits else ""
         ends = f"first layers {_listed(self.first_layers)}, last layers {_listed(self.last_layers)}"
         return (
             f"{self.quantised_share:.1%} of the weights and {self.quantised_multiply_add_share:.1%} of the "
-            f"multiply-adds are quantised; {ends}; {len(self.switched_norms)} norms have a set per width; about "
+            f"multiply-adds are quantised{fixed}; {ends}; {len(self.switched_norms)} norms have a set per width; about "
             f"{self.file_bytes:,} bytes, {self.float_bytes:,} in float"
         )
 
@@ -115,6 +124,11 @@ class ModelReport:
         lines = [
             f"weights        {_part(self.quantised_weights, self.weights)} quantised, "
             f"in {len(self.quantised_layers)} layers",
+            *(
+                [f"fixed widths   {_fixed(self.fixed_bits)}: {_listed(tuple(self.fixed_bits))}"]
+                if self.fixed_bits
+                else []
+            ),
             f"multiply-adds  {_part(self.quantised_multiply_adds, self.multiply_adds)} by quantised layers",
             f"first layers   {_listed(self.first_layers)}; last layers {_listed(self.last_layers)} ({by})",
             f"norms          {len(self.switched_norms)} with a set per width, {len(self.kept_norms)} without",
@@ -138,6 +152,12 @@ class ModelReport:
 
 def _part(some: int, whole: int) -> str:
     return f"{some:,} of {whole:,} ({some / max(whole, 1):.1%})"
+
+
+def _fixed(widths: Mapping[str, int]) -> str:
+    """How many layers have which width of their own: '2 layers at 8 bits'."""
+    counts = {bits: list(widths.values()).count(bits) for bits in sorted(set(widths.values()), reverse=True)}
+    return " and ".join(f"{n} layer{'s' if n > 1 else ''} at {bits} bits" for bits, n in counts.items())
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -181,6 +201,10 @@ def _width(text: Any) -> int:
     return int(text) if text in set("2345678") else _refuse("width_bytes", text)
 
 
+def _fixed_width(bits: Any) -> int:
+    return bits if type(bits) is int and 2 <= bits <= 8 else _refuse("fixed_bits", bits)
+
+
 def _text(key: str, value: Any) -> str:
     """A text to print: no control characters, not too long."""
     right = isinstance(value, str) and len(value) <= MOST_LETTERS and value.isprintable()
@@ -197,6 +221,6 @@ def _texts(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _float_layer(entry: Any) -> FloatLayer:
-    _check_fields("a float layer of the report", entry, {field.name for field in fields(FloatLayer)})
+    _check_fields("a float layer of the report", entry, {each.name for each in fields(FloatLayer)})
     texts = {key: _text(key, entry[key]) for key in ("name", "type", "reason")}
     return FloatLayer(weights=_count("weights", entry["weights"]), **texts)

@@ -51,7 +51,8 @@ def expected_bytes(model: nn.Module) -> dict[str, Any]:
         elif own:
             together += 4 * elements + len(widths) * quantizer.scale_bytes
         for bits in widths:
-            alone[bits] += bias + act_bytes + (packed_bytes(elements, bits) + quantizer.scale_bytes if own else 0)
+            codes = packed_bytes(elements, layer.fixed_bits or bits)
+            alone[bits] += bias + act_bytes + (codes + quantizer.scale_bytes if own else 0)
     return {"file_bytes": together, "width_bytes": alone}
 
 

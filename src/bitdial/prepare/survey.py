@@ -16,7 +16,7 @@ from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import Norms, find_norms, warnings_of_kept
 from bitdial.prepare.replaceable import check_replaceable
 from bitdial.prepare.report import FloatLayer
-from bitdial.prepare.treatment import Treatment, decide, without_float_owners
+from bitdial.prepare.treatment import Treatment, decide, share_fixed_bits, without_float_owners
 from bitdial.prepare.weights import Weights, find_weights
 
 
@@ -34,6 +34,12 @@ class Survey:
     flow: Flow
     warnings: list[str]
 
+    @property
+    def fixed_bits(self) -> dict[str, int]:
+        """The quantised layers with a width of their own, and those widths."""
+        widths = {name: self.treatments[name].fixed_bits for name in self.chosen}
+        return {name: bits for name, bits in widths.items() if bits is not None}
+
     def facts(self) -> dict[str, Any]:
         """What a report says of it, all but bytes."""
         sizes, counts = self.weights.sizes, self.ends.by_layer
@@ -43,6 +49,7 @@ class Survey:
             "multiply_adds": self.ends.multiply_adds,
             "quantised_multiply_adds": sum(counts[name] for name in self.chosen),
             "quantised_layers": tuple(self.chosen),
+            "fixed_bits": self.fixed_bits,
             "float_layers": self.float_layers,
             "switched_norms": tuple(self.norms.switch),
             "kept_norms": self.norms.kept,
@@ -65,6 +72,7 @@ def survey(model: nn.Module, config: QuantConfig, batches: list[Batch]) -> Surve
     ends = find_ends(model, weights, candidates, batches[0])
     treatments = decide(candidates, inputs, ends, config)
     chosen = without_float_owners(model, candidates, treatments)
+    share_fixed_bits(chosen, treatments)
     float_layers = find_float_layers(weights, chosen, treatments, norms, ends)
     if not chosen:
         raise ConfigError(f"no layer is left to quantise: {named(float_layers, weights.total)}")
@@ -73,7 +81,8 @@ def survey(model: nn.Module, config: QuantConfig, batches: list[Batch]) -> Surve
     norms.keep_unconnected(flow.leaders)
     warnings = [
         *warning_of(float_layers, weights.total, treatments, ends),
-        *(_warning_of_order(ends) if config.keep_first_last else []),
+        *(_warning_of_order(ends) if config.keep_first_last is not False else []),
+        *_warning_of_fixed([treatments[name].fixed_bits for name in chosen], config),
         *warnings_of_kept(norms),
     ]
     return Survey(weights, norms, inputs, ends, treatments, chosen, float_layers, flow, warnings)
@@ -86,4 +95,13 @@ def _warning_of_order(ends: Ends) -> list[str]:
         f"the model's tensors leave torch's functions, so its {' and '.join(ends.by_order)} layer is that by the order "
         f"of execution: first {', '.join(ends.stems)}, last {', '.join(ends.heads)}. Rules say it otherwise: "
         "Rule(pattern=..., quantize=...)"
+    ]
+
+
+def _warning_of_fixed(fixed: list[int | None], config: QuantConfig) -> list[str]:
+    if None in fixed or len(config.bit_choices) == 1:
+        return []
+    return [
+        f"all {len(fixed)} quantised layers have a width of their own, so set_bits(model, bits) changes nothing and "
+        "all widths are alike; leave some layers to the dial, or name them in a BitPlan"
     ]

@@ -35,14 +35,17 @@ def add_transitions(model: nn.Module, transitions: str = "full") -> nn.Module:
         )
     new: dict[nn.Module, nn.Module] = {}
     for name, norm in norms.items():
-        fed_by = layers[leader_of(name, norm.follows, layers)].fed_by
+        layer = layers[leader_of(name, norm.follows, layers)]
+        fed_by = layer.fed_by
         if fed_by == UNKNOWN:
             raise ConfigError(
                 f"norm {name!r}: bitdial could not follow what feeds layer {norm.follows!r}, which it follows; a "
                 "transitional norm needs the widths of both"
             )
         if fed_by is not None:
-            new[norm] = TransitionalBatchNorm(norm, fed_by=fed_by, transitions=transitions)
+            made = TransitionalBatchNorm(norm, fed_by=fed_by, transitions=transitions)
+            made.select_set(layer.weight_bits, layers[leader_of(name, fed_by, layers)].weight_bits)
+            new[norm] = made
     swap_modules(model, new)
     if (report := getattr(model, REPORT, None)) is not None:
         setattr(model, REPORT, replace(report, **expected_bytes(model)))

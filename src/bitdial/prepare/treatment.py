@@ -21,7 +21,8 @@ class Treatment:
     """What the config and its rules decide for one layer.
 
     `reason` says why it stays in float, going on from its name, and `kept_by` what decided that: "rule", "default" or
-    "circumstance"; both are empty if it is quantised.
+    "circumstance"; both are empty if it is quantised. `fixed_bits` is the width that it stays at, if it has one of its
+    own, and `fixed_by` what decided that: "rule", "default", or "tied" (by the width of a layer on the same weight).
     """
 
     quantize: bool
@@ -30,10 +31,17 @@ class Treatment:
     granularity: Granularity
     reason: str = ""
     kept_by: str = ""
+    fixed_bits: int | None = None
+    fixed_by: str = ""
 
     def kept(self, reason: str, by: str) -> "Treatment":
         """The same for a layer that stays in float."""
-        return replace(self, quantize=False, asked_for=False, reason=reason, kept_by=by)
+        kept = replace(self, quantize=False, asked_for=False, reason=reason, kept_by=by)
+        return kept.fixed(None, "")
+
+    def fixed(self, bits: int | None, by: str) -> "Treatment":
+        """The same for a layer that stays at `bits`; None: that goes by the dial."""
+        return replace(self, fixed_bits=bits, fixed_by=by)
 
 
 def decide(
@@ -44,10 +52,10 @@ def decide(
     default = Treatment(True, False, config.activations, Granularity(config.per_channel, config.group_size))
     treatments = dict.fromkeys(candidates, default)
     for name, kind in kinds.items():
-        if config.keep_first_last and kind.multiplies and name in ends.heads:
-            treatments[name] = default.kept("is a last layer, which makes the output (keep_first_last)", "default")
-        if config.keep_first_last and kind.multiplies and name in ends.stems:
-            treatments[name] = default.kept("is a first layer, which the inputs reach (keep_first_last)", "default")
+        if kind.multiplies and name in ends.heads:
+            treatments[name] = _end(default, config, "is a last layer, which makes the output (keep_first_last)")
+        if kind.multiplies and name in ends.stems:
+            treatments[name] = _end(default, config, "is a first layer, which the inputs reach (keep_first_last)")
         if kind.gathers:
             reason = f"is quantised where a rule asks for it: Rule(type={kind.name!r}, quantize=True)"
             treatments[name] = default.kept(reason, "default")
@@ -70,6 +78,14 @@ def decide(
     return treatments
 
 
+def _end(default: Treatment, config: QuantConfig, reason: str) -> Treatment:
+    """The treatment of a first or last layer: in float for the `reason`, at a width of its own, or as all others."""
+    kept = config.keep_first_last
+    if isinstance(kept, bool):
+        return default.kept(reason, "default") if kept else default
+    return default.fixed(kept, "default")
+
+
 def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
     by_name = rule.pattern is None or fnmatchcase(name, rule.pattern)
     kind, whole = cast(LayerKind, kind_of(layer)).name, vars(layer).get(PART_OF)
@@ -79,8 +95,12 @@ def _matches(rule: Rule, name: str, layer: nn.Module) -> bool:
 def _apply_rule(treatment: Treatment, rule: Rule) -> Treatment:
     if rule.quantize is False:
         treatment = treatment.kept(f"is kept by {rule}", "rule")
-    elif rule.quantize:
+    elif rule.quantize or rule.bits is not None:
         treatment = replace(treatment, quantize=True, asked_for=True, reason="", kept_by="")
+        if treatment.fixed_by == "default":  # of keep_first_last, which such a rule overrules
+            treatment = treatment.fixed(None, "")
+    if rule.bits is not None:
+        treatment = treatment.fixed(rule.bits, "rule")
     if rule.activations is not None:
         treatment = replace(treatment, activations=rule.activations)
     if rule.per_channel is not None:
@@ -117,6 +137,23 @@ def without_float_owners(
             )
             del chosen[name]
     return chosen
+
+
+def share_fixed_bits(chosen: dict[str, nn.Module], treatments: dict[str, Treatment]) -> None:
+    """Give the layers that share a weight the width of the one that has one of its own, in place."""
+    by_weight: dict[object, list[str]] = {}
+    for name, layer in chosen.items():
+        by_weight.setdefault(layer.weight, []).append(name)
+    for names in by_weight.values():
+        widths = {bits: name for name in names if (bits := treatments[name].fixed_bits) is not None}
+        if len(widths) > 1:
+            told = ", ".join(f"{name!r} at {bits} bits" for bits, name in widths.items())
+            raise ConfigError(
+                f"layers on one weight stay at one width, but {told}: give them the same by Rule(pattern=..., bits=...)"
+            )
+        for name in names if widths else ():
+            if treatments[name].fixed_bits is None:
+                treatments[name] = treatments[name].fixed(next(iter(widths)), "tied")
 
 
 def check_weights(model: nn.Module) -> None:

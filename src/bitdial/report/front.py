@@ -13,7 +13,7 @@ from bitdial.report import charts
 from bitdial.report.charts.mixed import PlanPoint, Series
 from bitdial.report.dial import FloatModel, Setting, bits_table, dial
 from bitdial.report.markup import element, table
-from bitdial.report.numbers import Samples, counted, difference, interval_text, percent, width_name
+from bitdial.report.numbers import Samples, counted, difference, interval_text, percent
 from bitdial.report.page import figure, remarks, write_report
 from bitdial.sensitivity.result import Sensitivity
 
@@ -124,14 +124,9 @@ def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _width(one: MeasuredPlan) -> int:
-    """The width of a uniform plan."""
-    return next(iter(one.plan.values()))[0]
-
-
 def _plans(front: MeasuredFront) -> list[tuple[str, MeasuredPlan]]:
     """The settings of the page by rising cost, each once: the plans of the front and the uniform ones."""
-    uniform = {one.plan: f"{width_name(_width(one))} everywhere" for one in front.uniform}
+    uniform = {one.plan: one.uniform_name for one in front.uniform}
     found = {one.plan: (str(one.name), one) for one in front.front}
     for one in front.uniform:
         if one.plan not in found:
@@ -153,7 +148,7 @@ def _setting(one: MeasuredPlan, name: str, layers: list[str], known: Known) -> S
     return Setting(
         name=name,
         short=f"{one.costs['average_bits']:.3g}",
-        code=f"set_bits(model, {_width(one) if one.name is None else json.dumps(one.name)})",
+        code=f"set_bits(model, {one.uniform_width if one.name is None else json.dumps(one.name)})",
         bits={layer: one.plan[layer] for layer in layers},
         accuracy=one.accuracy,
         facts=facts,
@@ -179,7 +174,7 @@ def _front_chart(front: MeasuredFront, plans: list[tuple[str, MeasuredPlan]]) ->
     places = {one.plan: place for place, (_, one) in enumerate(plans)}
     names = {one.plan: name for name, one in plans}
     uniform = {
-        _width(one): PlanPoint(one.costs[front.quantity], one.accuracy, names[one.plan], places[one.plan])
+        one.uniform_width: PlanPoint(one.costs[front.quantity], one.accuracy, names[one.plan], places[one.plan])
         for one in front.uniform
         if one.plan not in {other.plan for other in front.front}
     }

@@ -135,6 +135,7 @@ def _layers(step: JointStep) -> dict[str, list[Any]]:
             layer.weight_quantizer.ties,
             list(layer.bit_choices),
             layer.act_quantizer.kind if layer.act_quantizer is not None else "float",
+            *([] if layer.fixed_bits is None else [layer.fixed_bits]),
         ]
         for name, layer in step.layers.items()
     }

@@ -4,7 +4,7 @@ A step still has one pass for each width. The highest and the lowest pass are pu
 trained at every step (the sandwich rule). In the passes between, each layer keeps the pass's width or, with probability
 sigma, is drawn anew by a roulette: among all widths alike, or, for a layer whose sensitivity reaches the mean, in
 proportion to the bits, so that sensitive layers see more of the high widths. Random sampling (Bit-Mixer's) draws alike
-for all layers.
+for all layers. Layers with a width of their own stay at it in every pass, and the mean is that of the others.
 
 Plans are a function of (seed, step): every process and every resumed run draws the same.
 """
@@ -31,10 +31,21 @@ def sensitive_layers(sensitivity: Mapping[str, float]) -> set[str]:
 
 
 class PlanSampler:
-    """Draws the plans of each step, for layers that all have `bit_choices`."""
+    """Draws the plans of each step, for layers that all have `bit_choices`.
 
-    def __init__(self, layers: Sequence[str], bit_choices: tuple[int, ...], *, sensitive: set[str], seed: int):
-        self.layers, self.bit_choices, self.seed = tuple(layers), bit_choices, seed
+    `fixed` are layers beside these that have a width of their own, {layer: bits}: no pass gives them another.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        bit_choices: tuple[int, ...],
+        *,
+        sensitive: set[str],
+        seed: int,
+        fixed: Mapping[str, int] | None = None,
+    ):
+        self.layers, self.bit_choices, self.seed, self.fixed = tuple(layers), bit_choices, seed, dict(fixed or {})
         self.probabilities = torch.stack([roulette(bit_choices, sensitive=name in sensitive) for name in self.layers])
 
     def plans(self, step: int, sigma: float) -> dict[int, BitPlan]:
@@ -49,7 +60,8 @@ class PlanSampler:
         redrawn = torch.rand(len(self.layers), generator=generator, dtype=torch.float64) < sigma
         drawn = torch.multinomial(self.probabilities, 1, generator=generator).squeeze(1)
         return BitPlan(
-            {
+            self.fixed
+            | {
                 name: self.bit_choices[choice] if anew else bits
                 for name, anew, choice in zip(self.layers, redrawn.tolist(), drawn.tolist(), strict=True)
             }

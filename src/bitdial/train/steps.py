@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial.dial.dial import dialled_layers, set_bits, unwrap
+from bitdial.dial.dial import dialled_layers, fixed_widths, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import ActivationSite, QuantLayer
@@ -78,15 +78,13 @@ class JointStep:
             )
         config = dataclasses.replace(config, autocast=choose_autocast(config.autocast, model))
         self.model, self.config, self.loss_function, self.output = model, config, loss, output
-        self.total_steps = steps_per_epoch * config.epochs
-        self.step = 0
+        self.total_steps, self.step = steps_per_epoch * config.epochs, 0
         self.layers = {n: m for n, m in dialled_layers(model).items() if isinstance(m, QuantLayer)}
         self.sites = [m for m in unwrap(model).modules() if isinstance(m, ActivationSite)]
         if not self.layers:
             raise ConfigError("the model holds integers only (it was loaded to run); load_trainable(path) trains on")
         self.bit_choices = next(iter(self.layers.values())).bit_choices
-        self.samples = samples
-        self.steps_per_epoch = steps_per_epoch
+        self.samples, self.steps_per_epoch = samples, steps_per_epoch
         self.sensitivity = None if sensitivity is None else sensitivity_of(sensitivity, list(self.layers))
         self.sampler = self._sampler()
         self.distiller = Distiller(config, teacher=teacher, samples=samples, output=output)
@@ -116,14 +114,16 @@ class JointStep:
 
     def _sampler(self) -> PlanSampler | None:
         """What draws the plans of a step; None if every pass is at one width."""
-        if self.config.sampling == "none":
+        fixed = fixed_widths(self.layers)
+        drawn = [name for name in self.layers if name not in fixed]
+        if self.config.sampling == "none" or not drawn:
             return None
         sensitive: set[str] = set()
         if self.config.sampling == "hasb":
             if self.sensitivity is None:
                 raise ConfigError("sampling='hasb' needs the sensitivity of the layers; sampling='random' does without")
-            sensitive = sensitive_layers(self.sensitivity)
-        return PlanSampler(list(self.layers), self.bit_choices, sensitive=sensitive, seed=self.config.seed)
+            sensitive = sensitive_layers({name: self.sensitivity[name] for name in drawn})
+        return PlanSampler(drawn, self.bit_choices, sensitive=sensitive, seed=self.config.seed, fixed=fixed)
 
     def _named_weights(self) -> list[tuple[str, nn.Parameter]]:
         mine = set(self.weights)
