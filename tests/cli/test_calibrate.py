@@ -80,10 +80,14 @@ def test_a_run_leaves_a_file_numbers_and_a_page(
 
 
 def test_weights_that_name_their_model_will_do(place: Path, stand_in_calibrate: Any) -> None:
-    words = ["calibrate", "w.safetensors", *COMMAND[4:], "--count", "5", "--order", "BGR"]
+    words = ["calibrate", "w.safetensors", *COMMAND[4:], "--count", "5", "--order", "BGR", "--first-last", "8"]
     assert main(words) == 0
     result = json.loads(Path("net.json").read_text())
     assert (result["model"], result["images"]["count"], result["image_settings"]["order"]) == ("cifar_resnet", 5, "BGR")
+    live = bitdial.load("net.safetensors")
+    bitdial.set_bits(live, 4)
+    assert bitdial.get_bits(live)["fc"] == (8, 8), "the last layer keeps its width"
+    assert "<dt>First and last layers</dt><dd>8 bits</dd>" in Path("net.html").read_text()
 
 
 def test_one_image_works_with_a_word(place: Path, stand_in_calibrate: Any, caplog: pytest.LogCaptureFixture) -> None:
