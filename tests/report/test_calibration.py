@@ -35,7 +35,7 @@ RESULT: dict[str, Any] = {
     "widths": {"8": {"top1": 0.74, "agreement": 0.99}, "4": {"top1": 0.7, "agreement": 0.9}},
     "calibration": {
         "effort": "quick", "samples": 1000, "steps": ["norms corrected"], "warnings": ["mind <this>"], "seconds": 61.0,
-        "blocks": blocks(12),
+        "resumed": 3, "blocks": blocks(12),
     },
     "seconds": {"calibrate": 61.0, "measure": 240.0},
     "bytes": {"float": 14_000_000, "artifact": 8_000_000, "separate": {"8": 5_000_000, "4": 3_000_000}},
@@ -57,6 +57,7 @@ def test_a_page_with_labels(tmp_path: Path) -> None:
         "Accuracy by bit-width", "Agreement with the float model", "Error by block", "What suffers most",
         "First and last layers 8 bits", "224 x 224 pixels, shorter side to 256 at most, RGB, mean 1 2 3, std 4 5 6",
         "61 s to calibrate, 4 min to measure, on cpu", "One of 200 images is 0.5 points.", "mind &lt;this&gt;",
+        "The run went on after 3 blocks of an earlier one",
         "Effort quick: norms corrected",
     ):  # fmt: skip
         assert words in text, words
@@ -74,7 +75,7 @@ def test_a_page_without_labels_says_what_agreement_is(tmp_path: Path) -> None:
     result["float"]["top1"] = None
     for one in result["widths"].values():
         one |= {"top1": None, "agreement": 1.0}
-    result["calibration"] |= {"blocks": [], "steps": []}
+    result["calibration"] |= {"blocks": [], "steps": [], "resumed": 0}
     result["quant"]["keep_first_last"] = True
     result["image_settings"]["resize"] = None
     calibration_report(tmp_path / "a.html", result)
@@ -84,7 +85,7 @@ def test_a_page_without_labels_says_what_agreement_is(tmp_path: Path) -> None:
         "First and last layers in float", "sizes stay", "Effort quick Time",
     ):  # fmt: skip
         assert words in text, words
-    for words in ("Accuracy", "Error by block", "What suffers most"):
+    for words in ("Accuracy", "went on after", "Error by block", "What suffers most"):
         assert words not in text, words
 
 

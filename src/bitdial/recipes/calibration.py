@@ -205,6 +205,7 @@ def _as_json(report: Any) -> dict[str, Any]:
         "steps": list(report.steps),
         "warnings": list(report.warnings),
         "seconds": report.seconds,
+        "resumed": getattr(report, "resumed", 0),  # blocks that an earlier run had done
         "blocks": [
             {
                 "name": block.name,

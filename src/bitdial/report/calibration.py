@@ -34,7 +34,8 @@ def calibration_report(path: str | os.PathLike[str], result: Mapping[str, Any]) 
     if blocks:
         caption = (
             "Each row is a block of the network, and each mark in it a bit-width: how far the block's outputs are from "
-            "those of the float model, as the square of the difference over the square of the outputs."
+            "those of the float model, as the square of the difference over the square of the outputs. A block is fed "
+            "by those before it at the same bit-width, so its error holds theirs too."
         )
         measured += [figure("Error by block", caption, charts.errors_by_block(blocks)), *_worst(blocks)]
     listed = ", ".join(map(str, widths))
@@ -95,7 +96,7 @@ def _worst(blocks: list[Mapping[str, Any]]) -> list[Element]:
         names = [name.removeprefix(f"{one['name']}.") for name in one["layers"]]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         rows.append((one["name"], *errors, ", ".join(names[:LISTED]) + more))
-    text = f"Relative errors of outputs, the largest at {low} bits first: the first layers to try more bits on."
+    text = f"Relative errors of outputs, the largest at {low} bits first. Those of late blocks hold what came before."
     return [element("h2", "What suffers most"), element("p", text), table("What suffers most", rows)]
 
 
@@ -130,6 +131,8 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
         f"One of {counted(evaluation['count'], 'image')} is {100 / evaluation['count']:.2g} points.",
         *result["calibration"]["warnings"],
     ]
+    if resumed := result["calibration"]["resumed"]:
+        notes.append(f"The run went on after {counted(resumed, 'block')} of an earlier one, whose time is not counted.")
     if evaluation["which"].startswith("the same"):
         notes.append(
             "It is measured on the images that it was calibrated on, so other images will agree less. Give others with "
