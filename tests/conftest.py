@@ -5,6 +5,8 @@ import functools
 import importlib.util
 import inspect
 import os
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marker is not None and marker.kwargs.get("only") and not kernels_run:
             item.add_marker(pytest.mark.skip(reason="runs on a GPU or under the interpreter; see test_interpreter.py"))
     items.sort(key=lambda item: "under_the_interpreter" not in item.name)
+
+
+@dataclasses.dataclass
+class StandIn:
+    """In the place of `bitdial.calibrate`, where a test is about what is around it: changes nothing, reports errors.
+
+    `stop` ends the next call after its checkpoint is written, as a kill would; `calls` and `resumed` count.
+    """
+
+    stop: BaseException | None = None
+    calls: int = 0
+    resumed: int = 0
+
+    def __post_init__(self) -> None:
+        self.CalibrateConfig = lambda effort: types.SimpleNamespace(effort=effort)
+
+    def calibrate(self, model: Any, batches: Any, config: Any, *, checkpoint: Path, progress: bool = True) -> Any:
+        """Two walks over the batches, one block for each layer."""
+        self.calls += 1
+        if checkpoint.exists():
+            self.resumed += 1
+        else:
+            assert [len(batch) for batch in batches] == [len(batch) for batch in batches]
+            checkpoint.write_text("half")
+        if self.stop is not None:
+            stop, self.stop = self.stop, None
+            raise stop
+        checkpoint.unlink()
+        widths = {8: 1e-4, 4: 1e-2}
+        block = types.SimpleNamespace(
+            name="fc", layers=("fc",), error=widths, error_before={8: float("nan")}, seconds=1.0
+        )
+        facts = {"effort": config.effort, "samples": 3, "steps": ("norms",), "warnings": ("mind this",), "seconds": 2.0}
+        return types.SimpleNamespace(blocks=[block], **facts)
+
+
+@pytest.fixture
+def stand_in_calibrate(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """`bitdial.calibrate` for tests of what is around it."""
+    made = StandIn()
+    monkeypatch.setitem(sys.modules, "bitdial.calibrate", made)
+    return made
 
 
 @pytest.fixture

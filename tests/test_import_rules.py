@@ -21,7 +21,7 @@ ORDER: list[list[str]] = [
     ["errors", "_cpu", "_version", "_package"],
     ["config"],
     ["functional", "dial", "files", "models"],
-    ["kernels"],
+    ["kernels", "images"],
     ["nn", "graph"],
     ["prepare"],
     ["train", "calibrate", "sensitivity", "planning", "artifact"],

@@ -20,6 +20,8 @@ PUBLIC = [
     "CsvLog",
     "EarlyStopping",
     "Ema",
+    "ImageBatches",
+    "ImageSettings",
     "JointStep",
     "QuantConfig",
     "Rule",
@@ -75,6 +77,7 @@ OPTIONAL = (
     "onnxruntime",
     "transformers",
     "tensorboard",
+    "PIL",
 )
 
 

@@ -98,6 +98,15 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
     assert torch.equal(names["program"].module()(names["x"]), load(in_tmp_path / "model.safetensors")(names["x"]))
 
 
+def test_the_page_on_pretrained_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    names = run("docs/pretrained.md")
+    found = re.findall(r"^(\d) tensor\(([\d.]+)\) [\d.]+$", capsys.readouterr().out, re.M)
+    assert [int(bits) for bits, _ in found] == [8, 6, 4, 3]
+    assert float(found[0][1]) > 0.9, "8 bits answer as the float model does"
+    assert read_artifact("mobile.safetensors").metrics["image_settings"] == names["settings"].to_dict()
+
+
 @pytest.fixture
 def tables_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """docs/extending.md adds to the tables of bitdial itself, and to the modules that can be imported."""
@@ -390,8 +399,21 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     from bitdial.cli import main
 
     text = page("README.md") + page("docs/quickstart.md")
-    commands = set(re.findall(r"\bbitdial (demo|train|eval|inspect|switch|export|sensitivity|search|pareto)\b", text))
-    assert commands == {"demo", "train", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"}
+    commands = set(
+        re.findall(r"\bbitdial (demo|train|calibrate|eval|inspect|switch|export|sensitivity|search|pareto)\b", text)
+    )
+    assert commands == {
+        "demo",
+        "train",
+        "calibrate",
+        "eval",
+        "inspect",
+        "switch",
+        "export",
+        "sensitivity",
+        "search",
+        "pareto",
+    }
     for command in commands:
         with pytest.raises(SystemExit) as leaving:
             main([command, "--help"])

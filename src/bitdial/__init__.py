@@ -27,6 +27,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.export import export_onnx, onnx_session_options
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
+    from bitdial.images import ImageBatches, ImageSettings
     from bitdial.live.engines.exact import code_exact
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
@@ -67,6 +68,8 @@ __all__ = [
     "CsvLog",
     "EarlyStopping",
     "Ema",
+    "ImageBatches",
+    "ImageSettings",
     "JointStep",
     "QuantConfig",
     "Rule",
@@ -125,6 +128,7 @@ _load_when_asked(
         "bitdial.export": "export_onnx onnx_session_options",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
+        "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.live.engines.exact": "code_exact",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",

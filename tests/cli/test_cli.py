@@ -279,7 +279,7 @@ def test_what_bits_look_like(capsys, bits) -> None:
         ["--help"],
         *(
             [name, "--help"]
-            for name in ("demo", "train", "eval", "inspect", "switch", "sensitivity", "search", "pareto")
+            for name in ("demo", "train", "calibrate", "eval", "inspect", "switch", "sensitivity", "search", "pareto")
         ),
     ],
 )

@@ -91,6 +91,7 @@ def test_inspect_works_in_a_bare_install(file: Path) -> None:
         (["demo", "--mixed", "--out", "OUT"], "search"),
         (["train", "digits", "--out", "OUT"], "demo"),
         (["export", "FILE", "--onnx", "OUT"], "onnx"),
+        (["eval", "FILE", "--images", "OUT"], "images"),
     ],
     ids=str,
 )
@@ -101,7 +102,7 @@ def test_what_lacks_is_named_by_its_extra(
     words: list[str],
     extra: str,
 ) -> None:
-    for name in ("rich", "matplotlib", "sklearn", "sklearn.datasets", "highspy", "onnx", "onnxscript"):
+    for name in ("rich", "matplotlib", "sklearn", "sklearn.datasets", "highspy", "onnx", "onnxscript", "PIL.Image"):
         monkeypatch.setitem(sys.modules, name, None)
     places = {"FILE": str(file), "OUT": str(file.parent / "out")}
     assert main([places.get(word, word) for word in words]) == 1

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from bitdial import recipes
-from bitdial.cli import export, mixed_options, parser, train_options
+from bitdial.cli import calibrate, calibrate_options, export, image_options, mixed_options, parser, train_options
 from bitdial.cli.parser import build_parser
 from bitdial.export.onnx import OPSETS
 from bitdial.functional import SCHEMES, TIE_RULES
+from bitdial.images.settings import INTERPOLATIONS, ORDERS
 from bitdial.live.kernel_choice import KERNELS
 from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
@@ -22,7 +23,7 @@ from bitdial.recipes import RecipeOptions
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
-COMMANDS = ["demo", "train", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"]
+COMMANDS = ["demo", "train", "calibrate", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"]
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -35,6 +36,9 @@ def test_choices_are_those_of_the_library() -> None:
     assert parser.KERNELS == KERNELS
     assert parser.OPSETS == OPSETS
     assert tuple(export.TYPES) == parser.INPUT_TYPES
+    assert tuple(calibrate.FIRST_LAST) == calibrate_options.FIRST_LAST
+    assert image_options.ORDERS == ORDERS
+    assert image_options.INTERPOLATIONS == INTERPOLATIONS
     assert mixed_options.OBJECTIVES == OBJECTIVES
     assert tuple(mixed_options.BUDGETS) == QUANTITIES
     for name, known in {
@@ -89,7 +93,7 @@ def test_help_imports_no_torch() -> None:
     [
         ("", "the following arguments are required: COMMAND", ""),
         ("trian digits", "argument COMMAND: 'trian' is not known, did you mean train?", ""),
-        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, eval, ", ""),
+        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, calibrate, eval, ", ""),
         ("train", "the following arguments are required: RECIPE, --out", "train"),
         ("train digit --out x", "argument RECIPE: 'digit' is not known, did you mean digits?", "train"),
         ("train digits --ouut x", "there is no option --ouut, did you mean --out?", "train"),
@@ -105,6 +109,8 @@ def test_help_imports_no_torch() -> None:
         ("train digits --out x --seed -1", "argument --seed: '-1' is not a whole number from 0 to 2147483647", "train"),
         ("inspect a b", "this is too much: b", "inspect"),
         ("search x --input 3xx2", "argument --input: '3xx2' is not a shape such as 3x32x32", "search"),
+        ("eval x --mean 1,2", "argument --mean: '1,2' is not three numbers with commas", "eval"),
+        ("eval x --resize -1", "argument --resize: '-1' is not a whole number of at least 1", "eval"),
         ("export x", "one of the arguments --onnx --hf is required", "export"),
     ],
 )

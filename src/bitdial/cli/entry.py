@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 
 from bitdial.cli.parser import build_parser
 from bitdial.cli.usage import printable
-from bitdial.errors import BitdialError
+from bitdial.errors import BitdialError, ConfigError
+
+RESUMED = ("train", "calibrate")  # commands that go on from what was saved
+ANSWERED_AS_USAGE = ("calibrate",)  # commands whose inputs are so much of their usage that what is wrong with them is 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,14 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ConfigError as problem:
+        if options.action not in ANSWERED_AS_USAGE:
+            return _explain(problem)
+        name = f"bitdial {options.action}"
+        print(f"{name}: {_in_one_line(problem)}\nFor help: {name} --help", file=sys.stderr)
+        return 2
     except (BitdialError, OSError) as problem:
-        print(f"bitdial: {_in_one_line(problem)}", file=sys.stderr)
-        return 1
+        return _explain(problem)
     except KeyboardInterrupt as stop:
-        goes_on = "; run the same command again to go on from what was saved" if options.action == "train" else ""
+        goes_on = "; run the same command again to go on from what was saved" if options.action in RESUMED else ""
         print(f"bitdial: {str(stop) or f'interrupted{goes_on}'}", file=sys.stderr)
         return 130
     return 0
+
+
+def _explain(problem: BaseException) -> int:
+    print(f"bitdial: {_in_one_line(problem)}", file=sys.stderr)
+    return 1
 
 
 def _in_one_line(problem: BaseException) -> str:
@@ -41,11 +54,12 @@ def _in_one_line(problem: BaseException) -> str:
 
 def _action(name: str) -> Callable[[argparse.Namespace], None]:
     """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
-    from bitdial.cli import demo, evaluate, export, inspection, mixed, train
+    from bitdial.cli import calibrate, demo, evaluate, export, inspection, mixed, train
 
     return {
         "demo": demo.run,
         "train": train.run,
+        "calibrate": calibrate.run,
         "eval": evaluate.run_eval,
         "inspect": inspection.run,
         "switch": evaluate.run_switch,

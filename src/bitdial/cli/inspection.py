@@ -6,7 +6,9 @@ from typing import Any
 
 from bitdial.artifact import Artifact, read_artifact, sizes
 from bitdial.cli.tables import percent, show_table, stored_accuracies
+from bitdial.errors import ConfigError
 from bitdial.functional import scheme_of
+from bitdial.images import ImageSettings
 from bitdial.recipes.run import describe_images
 
 
@@ -53,6 +55,7 @@ def _facts(artifact: Artifact, size: dict[str, Any]) -> list[list[str]]:
         ["norms", _describe_norms(size)],
         ["plans", ", ".join(artifact.plans) or "none"],
         ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
+        *_describe_inputs(artifact.metrics.get("image_settings")),
         ["made by", _describe_run(artifact.metrics.get("run"))],
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
         ["digest", f"{artifact.digest} (checked)"],
@@ -87,6 +90,16 @@ def _describe_run(stored: object) -> str:
             return f"the recipe {recipe}, run {name}"
         case _:
             return "not recorded"
+
+
+def _describe_inputs(stored: object) -> list[list[str]]:
+    """A line on how images become inputs, if the file says it."""
+    if stored is None:
+        return []
+    try:
+        return [["images", str(ImageSettings.from_dict(stored))]]  # type: ignore[arg-type]
+    except (ConfigError, TypeError) as problem:
+        return [["images", f"not usable: {problem}"]]
 
 
 def _describe_norms(size: dict[str, Any]) -> str:

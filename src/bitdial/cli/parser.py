@@ -5,6 +5,8 @@ from pathlib import Path
 
 from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
+from bitdial.cli.calibrate_options import calibrate_options
+from bitdial.cli.image_options import eval_options
 from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
 from bitdial.cli.train_options import train_options
 from bitdial.cli.usage import Parser
@@ -23,7 +25,14 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
     _demo_options(commands.add_parser("demo", help="the whole path on embedded data, in about a minute"))
     train_options(commands.add_parser("train", help="run a training recipe; run it again to resume"))
-    _eval_options(commands.add_parser("eval", help="accuracy of an artifact at each width"))
+    calibrate_options(
+        commands.add_parser("calibrate", help="a pretrained model at every width, from images without labels")
+    )
+    _eval_options(
+        commands.add_parser(
+            "eval", help="accuracy of an artifact at each width, or agreement where there are no labels"
+        )
+    )
     _inspect_options(commands.add_parser("inspect", help="what an artifact holds, checked against its digest"))
     _switch_options(commands.add_parser("switch", help="switch an artifact while it is live; time it, evaluate there"))
     _export_options(commands.add_parser("export", help="an ONNX file at one setting, or a transformers folder"))
@@ -47,9 +56,10 @@ def _eval_options(evaluate: argparse.ArgumentParser) -> None:
         type=bits_setting,
         action="append",
         metavar="B",
-        help=f"{BITS_HELP}; repeat for several (default: every width)",
+        help=f"{BITS_HELP}; repeat for several (default: every width; with --images also every stored plan)",
     )
     _live_arguments(evaluate)
+    eval_options(evaluate)
 
 
 def _inspect_options(inspect: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 Where data are by width, the keys are numbers or the text that JSON makes of them.
 """
 
+from bitdial.report.charts.calibration import agreement_by_bits, errors_by_block
 from bitdial.report.charts.mixed import bits_over_traces, pareto_fronts, predicted_and_measured, sensitivity_by_layer
 from bitdial.report.charts.plot import Chart
 from bitdial.report.charts.training import convergence, scale_gradients
@@ -11,8 +12,10 @@ from bitdial.report.charts.widths import accuracy_by_bits, sizes_by_bits, weight
 __all__ = [
     "Chart",
     "accuracy_by_bits",
+    "agreement_by_bits",
     "bits_over_traces",
     "convergence",
+    "errors_by_block",
     "pareto_fronts",
     "predicted_and_measured",
     "scale_gradients",

@@ -191,9 +191,9 @@ def legend(*entries: tuple[str, str, str]) -> Element:
     )
 
 
-def interval_key(name: str) -> tuple[str, str, str]:
-    """The legend's entry for error bars of accuracies on `name`, such as '500 test images'."""
-    return "quiet-key", "M0-6V6M-4-6H4M-4 6H4", f"95 % interval (Wilson) of right answers out of {name}"
+def interval_key(name: str, answers: str = "right") -> tuple[str, str, str]:
+    """The legend's entry for error bars of shares of `answers` on `name`, such as '500 test images'."""
+    return "quiet-key", "M0-6V6M-4-6H4M-4 6H4", f"95 % interval (Wilson) of {answers} answers out of {name}"
 
 
 def card(*parts: Element) -> Element:

@@ -35,10 +35,10 @@ from bitdial.report.numbers import (
 # --- accuracy -------------------------------------------------------------------------------------
 
 
-def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float], samples: Samples) -> Chart:
+def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float], samples: Samples, *, dial: bool = True) -> Chart:
     """A mark for the accuracy (0 to 1) at each width, with its interval, beside the line of the float model.
 
-    The marks of the widths are the settings of the page's dial, which counts from the lowest width.
+    With `dial`, the marks of the widths are the settings of the page's dial, which counts from the lowest width.
     """
     widths = by_bits(top1)
     entries = [("float", float_top1, "float", ROUND)]
@@ -57,7 +57,7 @@ def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float], samples: Samp
         label = element("text", f"{100 * value:.1f}", y=plot.y(100 * high) - 8, class_="middle strong")
         parts += [plot.ring(100 * value)] if place else []
         mark = plot.at(place, *parts, plot.shape(100 * value, path), label)
-        setting = len(widths) - place if place else None
+        setting = len(widths) - place if place and dial else None
         plot.point(css, f"{name}: {measured_text(value, found)}", mark, setting=setting)
     keys = [("float", "M-7 0H7", f"float model, {percent(float_top1)}")]
     keys += [interval_key(str(samples))] if any(intervals) else []

@@ -1,0 +1,103 @@
+"""Folders of images on the command line: their settings, and `bitdial eval FILE --images DIR`."""
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from torch import nn
+
+from bitdial.artifact import Artifact, read_artifact
+from bitdial.cli.arguments import resolve_setting
+from bitdial.cli.data import fitting
+from bitdial.cli.tables import percent, setting_label, show_table
+from bitdial.dial.dial import set_bits
+from bitdial.errors import ConfigError
+from bitdial.images import ImageBatches, ImageSettings, settings_of_model, settings_of_weights
+from bitdial.live.load import load
+from bitdial.models.by_name import model_by_name
+from bitdial.recipes.classes import Judged, Predicted, judge, predict
+from bitdial.report.numbers import Samples, interval_text
+
+STORED = "image_settings"  # in a file's metrics
+
+
+def chosen_settings(options: argparse.Namespace, *known: ImageSettings | None) -> ImageSettings:
+    """The first of the `known` settings that is not None, else the usual ones, with what `options` say instead."""
+    base = next((one for one in known if one is not None), ImageSettings())
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(ImageSettings) if f.name in options}
+    return dataclasses.replace(base, **given)
+
+
+def settings_of(model: nn.Module | None, weights: str | os.PathLike[str] | None) -> list[ImageSettings | None]:
+    """What a file of weights says of images, and what is known of the model."""
+    return [
+        None if weights is None else settings_of_weights(weights),
+        None if model is None else settings_of_model(model),
+    ]
+
+
+def stored_settings(artifact: Artifact) -> ImageSettings | None:
+    """What the file says of images; None if it says nothing, ConfigError if it is nothing usable."""
+    values = artifact.metrics.get(STORED)
+    return None if values is None else ImageSettings.from_dict(values)
+
+
+def run_eval(options: argparse.Namespace) -> None:
+    """The command `eval` on a folder of images."""
+    artifact = read_artifact(options.file)
+    settings = [(s, resolve_setting(s, artifact)) for s in options.bits or (*artifact.bit_choices, *artifact.plans)]
+    model = _float_model(options, artifact)
+    images = ImageBatches(
+        options.images,
+        chosen_settings(options, stored_settings(artifact), *settings_of(model, options.weights)),
+        batch_size=options.batch_size,
+        count=options.count,
+        labels=options.labels,
+        device=options.device,
+    )
+    print(f"Images: {images.settings}")
+    live = load(artifact, model, device=options.device, kernels=options.kernels)
+    with fitting(images[0]):
+        reference, name = _reference(options, model, live, images, artifact)
+        rows = [["float", *_cells(judge(reference, images, None), images)]] if name == "float" else []
+        for setting, bits in settings:
+            set_bits(live, bits)
+            label = setting_label(setting)
+            found = predict(live, images, label=label, progress=True)
+            rows.append([label, *_cells(judge(found, images, reference), images)])
+    accuracy = ["accuracy", "95 % interval"] if images.labels is not None else []
+    show_table(str(options.file), ["setting", *accuracy, f"agrees with {name}"], rows)
+    print(f"On {images.size:,} images of {options.images}" + ("" if accuracy else ", without labels"))
+
+
+def _cells(judged: Judged, images: ImageBatches) -> list[str]:
+    agreement = percent(judged.agreement)
+    if judged.top1 is None:
+        return [agreement]
+    return [percent(judged.top1), interval_text(Samples(images.size, "images").interval(judged.top1)), agreement]
+
+
+def _reference(
+    options: argparse.Namespace, model: nn.Module | None, live: nn.Module, images: ImageBatches, artifact: Artifact
+) -> tuple[Predicted, str]:
+    """What the settings are compared with, and its name: the float model if it has weights, else the highest width."""
+    if model is not None and (options.weights is not None or str(options.model).endswith(".safetensors")):
+        return predict(model.to(options.device), images, label="float", progress=True), "float"
+    set_bits(live, artifact.bit_choices[0])
+    name = setting_label(artifact.bit_choices[0])
+    return predict(live, images, label=name, progress=True), name
+
+
+def _float_model(options: argparse.Namespace, artifact: Artifact) -> nn.Module | None:
+    """The model that `--model` and `--weights` name; None where the file alone will do."""
+    stored: Any = artifact.metrics.get("model")
+    architecture = artifact.manifest["architecture"]
+    name = options.model or (architecture["name"] if architecture else stored)
+    if options.model is None and options.weights is None:
+        if architecture is None and isinstance(stored, str):
+            raise ConfigError(f"{options.file} is of the model {stored}; pass --model {stored}")
+        return None
+    if not isinstance(name, str):
+        raise ConfigError(f"{options.file} does not say which model it is of; name it with --model")
+    return model_by_name(name, options.weights, classes=options.classes)[0]

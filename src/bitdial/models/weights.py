@@ -1,0 +1,79 @@
+"""Float weights from a safetensors file into a model, all of them or none."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from bitdial.errors import ConfigError
+
+_PICKLED = (b"PK\x03\x04", b"\x80")  # how files of torch.save begin
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The tensors of a file, and which of our models its metadata says they are of."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    model: str | None
+    arguments: dict[str, Any]
+
+
+def read_weights(path: str | os.PathLike[str]) -> WeightsFile:
+    """The weights in a safetensors file; ConfigError, with a way out, for any other file."""
+    path = Path(path)
+    try:
+        with safe_open(path, "pt") as content:
+            metadata = content.metadata() or {}
+            if {"manifest", "digest"} <= set(metadata):
+                raise ConfigError(f"{path} is a bitdial artifact, whose layers are integers; give float weights")
+            names = content.keys()
+            tensors = {name: content.get_tensor(name) for name in names}
+        arguments = json.loads(metadata.get("arguments", "{}"))
+    except OSError as problem:
+        raise ConfigError(f"cannot read {path}: {problem.strerror or problem}") from problem
+    except (SafetensorError, RecursionError) as problem:
+        raise ConfigError(_refusal(path, problem)) from problem
+    except json.JSONDecodeError as problem:
+        raise ConfigError(f"{path}: its metadata has arguments that are not JSON: {problem}") from problem
+    if not isinstance(arguments, dict):
+        raise ConfigError(f"{path}: its metadata has arguments that are no JSON object")
+    return WeightsFile(path, tensors, metadata.get("model"), arguments)
+
+
+def _refusal(path: Path, problem: Exception) -> str:
+    """What to say of a file that is not of safetensors."""
+    with path.open("rb") as file:
+        pickled = file.read(4).startswith(_PICKLED)
+    if not pickled:
+        return f"{path} is not a safetensors file: {problem}"
+    return (
+        f"{path} is pickled, and unpickling can run code of its author; make a safetensors file of it: "
+        f"safetensors.torch.save_file(torch.load({path.name!r}, weights_only=True), "
+        f"{path.with_suffix('.safetensors').name!r}). tools/imagenet_weights.py does so for published weights"
+    )
+
+
+def fill(model: nn.Module, weights: WeightsFile, name: str) -> None:
+    """Put `weights` into `model`, in place; ConfigError, and nothing changed, unless every tensor has its place."""
+    own: Mapping[str, Tensor] = model.state_dict()
+    given = weights.tensors
+    problems = [
+        f"{key} is {tuple(given[key].shape)} in the file and {tuple(tensor.shape)} in the model"
+        for key, tensor in own.items()
+        if key in given and given[key].shape != tensor.shape
+    ]
+    counters = {key for key in own if key.endswith("num_batches_tracked")}  # of norms; files may leave them out
+    missing = [key for key in own if key not in given and key not in counters]
+    extra = [key for key in given if key not in own]
+    problems += [f"the file has no {missing[0]} ({len(missing)} are missing)"] if missing else []
+    problems += [f"the model has no {extra[0]} ({len(extra)} are too many)"] if extra else []
+    if problems:
+        raise ConfigError(f"{weights.path} is not for {name}: {'; '.join(problems[:3])}. Name the model it is of")
+    model.load_state_dict(given, strict=False)

@@ -1,0 +1,116 @@
+"""Figures of a calibration: agreement with the float model by width, and the error of each block."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bitdial.errors import ConfigError
+from bitdial.report.charts.plot import (
+    SHAPES,
+    Chart,
+    Plot,
+    Scale,
+    card,
+    frame,
+    interval_key,
+    legend,
+    log_scale,
+    percent_scale,
+)
+from bitdial.report.markup import element
+from bitdial.report.numbers import (
+    Samples,
+    by_bits,
+    interval_text,
+    measured_text,
+    percent,
+    shortened,
+    width_name,
+)
+
+LINE = 13  # pixels for a width in the row of a block
+
+
+def agreement_by_bits(agreement: Mapping[Any, float], samples: Samples) -> Chart:
+    """A mark for the share of images (0 to 1) with the float model's answer at each width, with its interval."""
+    widths = by_bits(agreement)
+    intervals = {bits: samples.interval(value) for bits, value in widths.items()}
+    shown = [*widths.values(), *(end for found in intervals.values() if found for end in found)]
+    worst = min(widths, key=lambda bits: widths[bits])
+    title = f"At {width_name(worst)} the answer is the float model's for {percent(widths[worst])} of the images"
+    plot = Plot(title, 220, Scale(-0.5, len(widths) - 0.5), percent_scale(shown))
+    plot.y_axis("agreement (%)", [tick for tick in plot.scale_y.ticks() if 0 <= tick <= 100])
+    plot.x_axis("setting", [(place, width_name(bits)) for place, bits in enumerate(widths)])
+    for place, (bits, value) in enumerate(widths.items()):
+        found = intervals[bits]
+        low, high = found or (value, value)
+        parts = [] if found is None else [plot.whisker(100 * low, 100 * high)]
+        label = element("text", f"{100 * value:.1f}", y=plot.y(100 * high) - 8, class_="middle strong")
+        mark = plot.at(place, *parts, plot.shape(100 * value, SHAPES[bits]), label)
+        plot.point(f"w{bits}", f"{width_name(bits)}: {measured_text(value, found)}", mark)
+    keys = [interval_key(str(samples), "equal")] if any(intervals.values()) else []
+    rows: list[tuple[str, ...]] = [("Setting", f"Agreement on {samples}", "95 % interval")]
+    rows += [(width_name(bits), percent(value), interval_text(intervals[bits])) for bits, value in widths.items()]
+    return Chart(title, card(frame(plot), legend(*keys)), rows)
+
+
+def errors_by_block(blocks: Sequence[Mapping[str, Any]]) -> Chart:
+    """The error of each block's outputs at each width, after calibration and before, on a logarithmic axis.
+
+    A block has `name`, and `error` and `error_before` by width, where None stands for what is no number;
+    `error_before` may be empty.
+    """
+    if not blocks:
+        raise ConfigError("there is no block to draw; pass the blocks of a calibration")
+    widths = list(by_bits(blocks[0]["error"]))
+    drawn = [value for one in blocks for key in ("error", "error_before") for value in one[key].values()]
+    above = [value for value in drawn if value is not None and value > 0]
+    title = _title(blocks, widths[-1])
+    pitch = 30 + LINE * len(widths)
+    plot = Plot(title, pitch * len(blocks), log_scale(above) if above else Scale(0, 1))
+    plot.x_axis("relative error of the block's outputs", top=True)
+    for row, one in enumerate(blocks):
+        plot.text(shortened(one["name"]), "0", pitch * row + 16)
+        for place, bits in enumerate(widths):
+            _draw(plot, one, bits, pitch * row + 28 + LINE * place)
+    keys = [(f"w{bits}", SHAPES[bits], width_name(bits)) for bits in widths]
+    before = any(one["error_before"] for one in blocks)
+    keys += [("quiet-key", "M-7 0H7M7-4V4", "from where it was before its weights were learned")] if before else []
+    columns = {"error_before": ", before", "error": ", calibrated"} if before else {"error": ""}
+    rows: list[tuple[str, ...]] = [("Block", *(f"{width_name(b)}{text}" for b in widths for text in columns.values()))]
+    for one in blocks:
+        rows.append((one["name"], *(error_text(one[key].get(str(b))) for b in widths for key in columns)))
+    return Chart(title, card(legend(*keys), frame(plot, "rows")), rows)
+
+
+def error_text(value: float | None) -> str:
+    """An error to read: three digits, and a dash for what is no number."""
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _draw(plot: Plot, block: Mapping[str, Any], bits: int, y: float) -> None:
+    after, before = block["error"][str(bits)], block["error_before"].get(str(bits))
+    if after is None:
+        return
+    tip = f"{block['name']}, {width_name(bits)}: {error_text(after)}"
+    shapes = []
+    if before is not None:
+        tip += f", before {error_text(before)}"
+        shapes = [plot.line(min(before, after), max(before, after), y, y, "whisker")]
+        shapes.append(plot.line(before, before, y - 4, y + 4, "whisker"))
+    mark = element("path", d=SHAPES[bits], transform=f"translate(0 {y})", class_="mark")
+    plot.point(f"w{bits}", tip, *shapes, plot.at(after, mark))
+
+
+def _title(blocks: Sequence[Mapping[str, Any]], bits: int) -> str:
+    """What calibration did to the errors at the lowest width, all blocks together."""
+    pairs = [(one["error_before"].get(str(bits)), one["error"][str(bits)]) for one in blocks]
+    ratios = [math.log(after / before) for before, after in pairs if before and after]
+    if not ratios:
+        worst = max(blocks, key=lambda one: one["error"][str(bits)] or 0)
+        value = error_text(worst["error"][str(bits)])
+        return f"At {width_name(bits)} the largest error is that of {worst['name']}: {value}"
+    times = math.exp(sum(ratios) / len(ratios))
+    if times > 0.99:
+        return f"At {width_name(bits)} calibration leaves the errors of the blocks as they are, on average"
+    return f"At {width_name(bits)} calibration brings the errors of the blocks to {percent(times)}, on average"
