@@ -5,8 +5,6 @@ import functools
 import importlib.util
 import inspect
 import os
-import sys
-import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,45 +72,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @dataclasses.dataclass
-class StandIn:
-    """In the place of `bitdial.calibrate`, where a test is about what is around it: changes nothing, reports errors.
+class Calibrations:
+    """What the recipe `calibrate` ran: how often it began, and the reports of those that ended.
 
-    `stop` ends the next call after its checkpoint is written, as a kill would; `calls` and `resumed` count.
+    `stop` ends the next one after its first block, as Ctrl-C would.
     """
 
-    stop: BaseException | None = None
-    calls: int = 0
-    resumed: int = 0
-
-    def __post_init__(self) -> None:
-        self.CalibrateConfig = lambda effort: types.SimpleNamespace(effort=effort)
-
-    def calibrate(self, model: Any, batches: Any, config: Any, *, checkpoint: Path, progress: bool = True) -> Any:
-        """Two walks over the batches, one block for each layer."""
-        self.calls += 1
-        if checkpoint.exists():
-            self.resumed += 1
-        else:
-            assert [len(batch) for batch in batches] == [len(batch) for batch in batches]
-            checkpoint.write_text("half")
-        if self.stop is not None:
-            stop, self.stop = self.stop, None
-            raise stop
-        checkpoint.unlink()
-        widths = {8: 1e-4, 4: 1e-2}
-        block = types.SimpleNamespace(
-            name="fc", layers=("fc",), error=widths, error_before={8: float("nan")}, seconds=1.0
-        )
-        facts = {"effort": config.effort, "samples": 3, "steps": ("norms",), "warnings": ("mind this",), "seconds": 2.0}
-        return types.SimpleNamespace(blocks=[block], **facts)
+    started: int = 0
+    reports: list[Any] = dataclasses.field(default_factory=list)
+    stop: bool = False
 
 
 @pytest.fixture
-def stand_in_calibrate(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """`bitdial.calibrate` for tests of what is around it."""
-    made = StandIn()
-    monkeypatch.setitem(sys.modules, "bitdial.calibrate", made)
-    return made
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> Calibrations:
+    """Watches calibrations for tests of what is around them."""
+    from bitdial.calibrate import calibrate
+    from bitdial.calibrate.checkpoint import Checkpoint
+
+    found, write = Calibrations(), Checkpoint.write
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        found.started += 1
+        found.reports.append(calibrate(*args, **kwargs))
+        return found.reports[-1]
+
+    def stopping(self: Checkpoint, reports: list[Any]) -> None:
+        write(self, reports)
+        if found.stop:
+            found.stop = False
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("bitdial.recipes.calibration.calibrate", watched)
+    monkeypatch.setattr(Checkpoint, "write", stopping)
+    return found
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ ORDER: list[list[str]] = [
     ["__init__"],
 ]
 LEVELS = {unit: level for level, line in enumerate(ORDER) for unit in line}
-SAME_LINE = {("train", "sensitivity"), ("planning", "sensitivity"), ("artifact", "sensitivity")}
+SAME_LINE = {("train", "calibrate"), ("train", "sensitivity"), ("planning", "sensitivity"), ("artifact", "sensitivity")}
 THROUGH_THE_TOP = LEVELS["export"]  # from here on, `from bitdial import load` will do
 
 # What `pip install bitdial` brings; everything else is optional and imported where it is needed.

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,7 +53,7 @@ def test_values_that_are_read_much_later_are_handed_on() -> None:
     assert all(kept in block.gives for block in blocks[:-2])
     assert kept in blocks[-2].reads  # which ends with the additions
     # All nodes are in one block each, in order; nothing is read that was not given.
-    for before, block in zip(blocks, blocks[1:], strict=False):
+    for before, block in itertools.pairwise(blocks):
         assert set(block.reads) <= set(before.gives)
 
 

@@ -2,7 +2,8 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import QuantConfig, prepare
-from bitdial.calibrate.equalize import equalize, find_pairs
+from bitdial.calibrate.channels import find_spaces
+from bitdial.calibrate.equalize import equalize
 from bitdial.calibrate.reference import float_copy
 from bitdial.calibrate.walk import Walk
 
@@ -46,11 +47,15 @@ def test_a_relu6_is_never_exceeded() -> None:
     torch.testing.assert_close(float_copy(model)(x), before, rtol=1e-3, atol=1e-3)
 
 
-def test_pairs_end_where_something_else_reads_a_value() -> None:
+def test_spaces_are_chains_and_residual_streams() -> None:
     model = prepared(resnet())
-    pairs = find_pairs(model, Walk(model, [images(2)]).blocks)
-    # The first layer's output is read by the block and by its addition, so it is no front.
-    assert [(p.front, p.back) for p in pairs] == [(f"layer{i}.0.conv1", f"layer{i}.0.conv2") for i in (1, 2, 3)]
+    spaces = find_spaces(model, Walk(model, [images(2)]).blocks)
+    ends = {(tuple(space.producers), tuple(space.readers)) for space in spaces}
+    for stage in (1, 2, 3):
+        assert ((f"layer{stage}.0.bn1",), (f"layer{stage}.0.conv2",)) in ends
+    stream = next(space for space in spaces if space.adds)  # to the first stage's, stem and block add
+    assert set(stream.producers) == {"bn1", "layer1.0.bn2"}
+    assert {"layer1.0.conv1", "layer2.0.conv1"} <= set(stream.readers)
 
 
 class Twice(nn.Module):
@@ -65,7 +70,7 @@ class Twice(nn.Module):
 def test_a_layer_that_runs_twice_is_left_alone() -> None:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     model = prepare(Twice(), QuantConfig(keep_first_last=False), x)
-    assert find_pairs(model, Walk(model, [x]).blocks) == []
+    assert find_spaces(model, Walk(model, [x]).blocks) == []
 
 
 def test_without_a_norm_the_layer_itself_is_scaled() -> None:

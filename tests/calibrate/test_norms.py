@@ -32,7 +32,9 @@ def test_a_shift_and_a_stretch_of_the_input_are_made_up_for() -> None:
     # Exact where the statistics are the samples' own; else up to (m - mean) * (stretch - 1), which nobody can know.
     torch.testing.assert_close(found[:, 2], wanted[:, 2])
     assert float(norm.running_var[0] / plain.running_var[0]) == pytest.approx(4, rel=1e-5)
-    assert float(norm.running_mean[1] - plain.running_mean[1]) == pytest.approx(float((-0.5 * x[:, 1]).mean()), abs=1e-6)
+    assert float(norm.running_mean[1] - plain.running_mean[1]) == pytest.approx(
+        float((-0.5 * x[:, 1]).mean()), abs=1e-6
+    )
     assert float(norm.running_var[2]) == 1.0
 
 

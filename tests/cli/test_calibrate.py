@@ -52,10 +52,9 @@ def files(place: Path) -> set[str]:
     return {path.name for path in place.iterdir() if path.name.startswith(("net", ".net"))}
 
 
-def test_a_run_leaves_a_file_numbers_and_a_page(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_a_file_numbers_and_a_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*COMMAND, "--eval-images", "dev", "--labels", "labels.json", "--effort", "full", "--first-last", "same"]
+    words += ["--iterations", "2"]
     assert main([*words, "--group-size", "16", "--scheme", "nested", "--batch-size", "3"]) == 0
     out = capsys.readouterr().out
     assert files(place) == LEFT
@@ -79,7 +78,7 @@ def test_a_run_leaves_a_file_numbers_and_a_page(
     assert "stored accuracy on: 6 images of dev, those of dev" in found
 
 
-def test_weights_that_name_their_model_will_do(place: Path, stand_in_calibrate: Any) -> None:
+def test_weights_that_name_their_model_will_do(place: Path) -> None:
     words = ["calibrate", "w.safetensors", *COMMAND[4:], "--count", "5", "--order", "BGR", "--first-last", "8"]
     assert main(words) == 0
     result = json.loads(Path("net.json").read_text())
@@ -90,15 +89,13 @@ def test_weights_that_name_their_model_will_do(place: Path, stand_in_calibrate: 
     assert "<dt>First and last layers</dt><dd>8 bits</dd>" in Path("net.html").read_text()
 
 
-def test_one_image_works_with_a_word(place: Path, stand_in_calibrate: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_image_works_with_a_word(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert main([word.replace("photos", "one") for word in COMMAND]) == 0
     assert "1 images are few to calibrate on" in caplog.text
     assert files(place) == LEFT
 
 
-def test_bad_input_is_answered_in_two_lines(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_answered_in_two_lines(place: Path, calibrations: Any, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad").mkdir()
     Path("bad/text.jpg").write_text("words")
     torch.save({}, "w.pth")
@@ -136,12 +133,12 @@ def test_bad_input_is_answered_in_two_lines(
         assert said in capsys.readouterr().err, more
     assert main([word for word in COMMAND if word not in ("--weights", "w.safetensors")]) == 2
     assert "--weights is missing: without them cifar_resnet has random values" in capsys.readouterr().err
-    assert stand_in_calibrate.calls == 0
+    assert calibrations.started == 0
     assert files(place) == set(), "nothing is left"
 
 
 def test_a_model_without_a_layer_to_quantise_is_refused(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path, calibrations: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Bare(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,38 +151,36 @@ def test_a_model_without_a_layer_to_quantise_is_refused(
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_command(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str]
+    place: Path, calibrations: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in_calibrate.stop = KeyboardInterrupt()
+    calibrations.stop = True
     assert main(COMMAND) == 130
     assert "run the same command again to go on from what was saved" in capsys.readouterr().err
     assert len(files(place)) == 1, "the checkpoint"
     assert main(COMMAND) == 0
-    assert stand_in_calibrate.resumed == 1
+    assert calibrations.reports[0].resumed == 1
     assert files(place) == LEFT
     assert main(COMMAND) == 2
     assert "is there already; choose another --out, or replace it with --replace" in capsys.readouterr().err
     assert main([*COMMAND, "--replace"]) == 0
 
 
-def test_two_runs_do_not_write_one_file(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_runs_do_not_write_one_file(place: Path, calibrations: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with sole_writer("net.safetensors", work="another"):
         assert main(COMMAND) == 2
     assert "is being written by process" in capsys.readouterr().err
-    assert stand_in_calibrate.calls == 0
+    assert calibrations.started == 0
 
 
 def test_a_full_disk_loses_nothing(
-    place: Path, stand_in_calibrate: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path, calibrations: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No work begins without room; if numbers or page cannot be written, the same command goes on later."""
     with monkeypatch.context() as full:
         full.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         assert main(COMMAND) == 2
     assert "has 1,000 bytes left, and the run needs about " in capsys.readouterr().err
-    assert stand_in_calibrate.calls == 0
+    assert calibrations.started == 0
     plain = os.replace
     for number, name in enumerate(("net.json", "net.html"), start=1):
 
@@ -198,8 +193,8 @@ def test_a_full_disk_loses_nothing(
         assert main(COMMAND) == 1
         assert f"cannot write {name}: [Errno 28] No space left on device" in capsys.readouterr().err
         assert "net.safetensors" in files(place)
-        assert stand_in_calibrate.calls == 1, number
+        assert calibrations.started == 1, number
     monkeypatch.setattr(os, "replace", plain)
     assert main(COMMAND) == 0
-    assert stand_in_calibrate.calls == 1, "what was calibrated was kept"
+    assert calibrations.started == 1, "what was calibrated was kept"
     assert files(place) == LEFT

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import get_bits, set_bits
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError, PlanError, QuantizationError, TrainingError
+from bitdial.models import build_model
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
 from bitdial.train.config import TrainConfig
@@ -493,3 +494,32 @@ def test_a_model_without_switchable_norms(make_model: MakeModel, make_images: Ma
     for model in (make_model(norms=False), make_model(switch_norms=False)):
         with pytest.raises(TrainingError, match="no switchable batch norm"):
             recalibrate_norms(model, [make_images(4)[0]], 8)
+
+
+def test_norms_are_corrected_by_their_difference_to_the_float_model() -> None:
+    """On a model that was not trained: nearer to the float model than an average over the same few samples."""
+    torch.manual_seed(0)
+    net = build_model("cifar_resnet", blocks=1, width=8)
+    with torch.no_grad():
+        for _ in range(30):
+            net.train()(torch.randn(64, 3, 8, 8))
+    net.eval()
+    x, others = torch.randn(8, 3, 8, 8), torch.randn(256, 3, 8, 8)
+
+    def error(method: str | None) -> float:
+        model = prepare(net, QuantConfig(bit_choices=(8, 4), start="balanced"), x).eval()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if method is not None:
+            recalibrate_norms(model, x, 4, method=method)
+            changed = {n for n, v in model.state_dict().items() if not torch.equal(v, before[n])}
+            assert changed
+            assert all(".sets.4." in name for name in changed)
+        set_bits(model, 4)
+        with torch.no_grad():
+            return float((model(others) - net(others)).square().mean())
+
+    assert error("difference") < error(None)
+    assert error("difference") < error("average")
+    model = prepare(net, QuantConfig(), x)
+    with pytest.raises(ConfigError, match="method='median'"):
+        recalibrate_norms(model, x, 4, method="median")

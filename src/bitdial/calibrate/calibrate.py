@@ -1,5 +1,6 @@
 """calibrate(model, batches): a prepared model in, the same model out, good at every width. No labels."""
 
+import copy
 import logging
 import math
 import os
@@ -44,9 +45,9 @@ def calibrate(
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Scales are chosen anew.
     Then, block by block in the order in which the model runs, norms and weights are set so that its output is that of
-    the float model at each width. CalibrateConfig has the steps. With a `checkpoint` file a run that was stopped goes
-    on after its last whole block, from the same prepared model; the file is removed at the end. After an error the
-    model is half changed: prepare it anew.
+    the float model at each width. CalibrateConfig has the steps. After an error the model is half changed: prepare it
+    anew. With a `checkpoint` file a run that was stopped goes on after its last whole block, from the same prepared
+    model; remove the file once the model is saved.
     """
     config = CalibrateConfig() if config is None else config
     if not isinstance(config, CalibrateConfig):
@@ -65,6 +66,26 @@ def calibrate(
         set_bits(model, before)
 
 
+def correct_norms(model: nn.Module, inputs: list[Batch], settings: list[BitPlan]) -> None:
+    """Correct the norms of the prepared `model` that `settings` use, in place, against the float model inside it.
+
+    One pass for each setting; a set of statistics that several of them use goes by the first.
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
+    if not layers:
+        raise ConfigError("norms are corrected against float weights, and the model has none: give a prepared model")
+    inputs, _ = checked(inputs)
+    config = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
+    before = get_bits(model)
+    try:
+        with evaluating(model):
+            run = _Calibration(model, layers, moved(inputs, next(model.parameters()).device), config, [])
+            run.settings = dict(enumerate(settings))
+            run.run(None, show=False)
+    finally:
+        set_bits(model, before)
+
+
 class _Calibration:
     """One run: the model, the float model inside it, and the values that go from block to block."""
 
@@ -77,7 +98,8 @@ class _Calibration:
         warnings: list[str],
     ):
         self.model, self.layers, self.inputs, self.config, self.warnings = model, layers, inputs, config, warnings
-        self.settings = {bits: BitPlan(default=bits) for bits in next(iter(layers.values())).bit_choices}
+        widths = next(iter(layers.values())).bit_choices
+        self.settings = {bits: BitPlan(default=bits) for bits in widths}
 
     def run(self, path: str | os.PathLike[str] | None, *, show: bool) -> CalibrationReport:
         """All steps, all blocks."""
@@ -86,8 +108,8 @@ class _Calibration:
         self.walk = Walk(self.model, self.inputs)
         self.warnings += self.walk.warnings
         steps = []
-        if config.equalize and (pairs := equalize(self.model, self.walk.blocks, self.inputs)):
-            steps.append(f"equalised {pairs} pairs of layers")
+        if config.equalize and self.walk.traced and (count := equalize(self.model, self.walk.blocks, self.inputs)):
+            steps.append(f"channels of {count} activations equalised")
         self.reference = float_copy(self.model)
         if config.choose_scales:
             choose_scales(self.layers, self.reference, self.inputs, config)
@@ -99,6 +121,21 @@ class _Calibration:
             log.warning(warning)
         reports = file.read()
         resumed = len(reports)
+        if resumed < len(self.walk.blocks):
+            self._all_blocks(reports, file, show=show)
+        return CalibrationReport(
+            effort=config.effort,
+            samples=self.walk.samples,
+            steps=tuple(steps),
+            blocks=tuple(reports),
+            seconds=time.monotonic() - started,
+            warnings=tuple(self.warnings),
+            resumed=resumed,
+        )
+
+    def _all_blocks(self, reports: list[BlockReport], file: Checkpoint, *, show: bool) -> None:
+        """Calibrate the blocks that `reports`, to which they are added, does not have yet."""
+        resumed = len(reports)
         self.float_values = self.walk.start()
         self.values = {bits: self.walk.start() for bits in self.settings}
         with show_progress(len(self.walk.blocks), show=show) as progress:
@@ -109,16 +146,6 @@ class _Calibration:
                 reports.append(self._calibrate_block(number, block, progress))
                 file.write([each.to_dict() for each in reports])
                 progress.update(number + 1, block.name, reports[-1].error)
-        file.remove()
-        return CalibrationReport(
-            effort=config.effort,
-            samples=self.walk.samples,
-            steps=tuple(steps),
-            blocks=tuple(reports),
-            seconds=time.monotonic() - started,
-            warnings=tuple(self.warnings),
-            resumed=resumed,
-        )
 
     def _calibrate_block(self, number: int, block: Block, progress: Progress) -> BlockReport:
         started, before = time.monotonic(), dict[int, float]()
@@ -134,10 +161,11 @@ class _Calibration:
             after.advance(self.reference, block, lambda name, x: plain.update({name: moments(x, name)}))
         if bare:
             self._correct_biases(block, means)
-        if learns := self.config.effort == "full" and bool(block.layers):
-            before = self._go_on(block, {bits: v.copy() for bits, v in self.values.items()}, after, plain)
-            self._learn(number, block, after, progress)
-        error = self._go_on(block, self.values, after, {} if learns else plain)
+        if self.config.effort == "full" and block.layers:
+            before = self._go_on(block, self._copies(), after, plain)
+            self._learn(number, block, after, before, progress)
+            plain = {}  # norms have been learned, too
+        error = self._go_on(block, self.values, after, plain)
         self.float_values = after
         seconds = time.monotonic() - started
         return BlockReport(name=block.name, layers=block.layers, error=error, error_before=before, seconds=seconds)
@@ -176,7 +204,11 @@ class _Calibration:
         for name, reference in plain.items():
             correct_bias(self.layers[name], reference, {bits: each[name] for bits, each in means.items()})
 
-    def _learn(self, number: int, block: Block, after: Values, progress: Progress) -> None:
+    def _copies(self) -> dict[int, Values]:
+        return {bits: values.copy() for bits, values in self.values.items()}
+
+    def _learn(self, number: int, block: Block, after: Values, before: dict[int, float], progress: Progress) -> None:
+        """Learn `block`; if errors are not smaller than `before` on all samples, it stays as it was."""
         generator = torch.Generator(next(self.model.parameters()).device)
         generator.manual_seed(self.config.seed * 1_000_003 + number)
 
@@ -184,8 +216,13 @@ class _Calibration:
             progress.update(number + 0.999 * iteration / self.config.iterations, block.name, errors)
 
         learning = Reconstruction(self.model, block, self.settings, self.config, generator)
+        parts = [self.model.get_submodule(name) for name in (*block.layers, *block.norms)]
+        states = [copy.deepcopy(part.state_dict()) for part in parts]
         with torch.enable_grad():
             learning.learn(self.float_values, self.values, after, report)
+        if learning.loss(self._go_on(block, self._copies(), after, {})) >= learning.loss(before):
+            for part, state in zip(parts, states, strict=True):
+                part.load_state_dict(state)
 
     def _pass(self, block: Block) -> None:
         """Go on over a block that is done."""

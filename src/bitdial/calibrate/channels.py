@@ -1,9 +1,9 @@
 """Where a factor for each channel can be put into a model without changing what it computes.
 
-A *channel space* is all values between some producers and some readers that nothing mixes over channels: a layer's norm,
-the ReLU behind it, the layer that reads it; or a residual stream, with all norms that add to it and all layers that read
-it. If the producers make channel c k_c times as large and the readers' weights for it are divided by k_c, nothing
-changes: additions, ReLUs, pools and padding do not mind. A ReLU6 does where a channel reaches its bound.
+A *channel space* is all values between some producers and some readers that nothing mixes over channels: the norm of a
+layer, the ReLU behind it, the layer that reads it; or a residual stream, with all norms that add to it and all layers
+that read it. If the producers make channel c k_c times as large and the readers' weights for it are divided by k_c,
+nothing changes: additions, ReLUs, pools and padding do not mind. A ReLU6 does where a channel reaches its bound.
 """
 
 import math

@@ -63,11 +63,6 @@ class Checkpoint:
             manifest = {"kind": "calibration", "version": VERSION, "run": self.run, "blocks": reports}
             write_container(self.path, state, manifest, error=CheckpointError)
 
-    def remove(self) -> None:
-        """Remove the file: the calibration is done."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
 
 def _digest(tensors: Iterable[Any]) -> str:
     total = hashlib.sha256()

@@ -61,6 +61,10 @@ class CalibrateConfig(Config):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be a number from 0 to {most:g}")
+        if self.tolerance == 0:
+            raise ConfigError(
+                "tolerance=0 makes the loss of a width without error infinite; use a small number, as 1e-6"
+            )
         found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in self.importance.items()}
         for bits, value in found.items():
             if type(bits) is not int or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

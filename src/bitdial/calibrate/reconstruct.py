@@ -112,6 +112,10 @@ class Reconstruction:
         optimizer.zero_grad(set_to_none=True)
         self._move()
 
+    def loss(self, errors: Mapping[int, float]) -> float:
+        """The loss of `errors` by width."""
+        return sum(self.config.importance_of(b) * math.log(e + self.config.tolerance) for b, e in errors.items())
+
     @torch.no_grad()
     def _move(self) -> None:
         """Put the weights where the offsets say."""

@@ -4,6 +4,7 @@ import argparse
 import time
 from typing import Any
 
+from bitdial.calibrate import CalibrateConfig
 from bitdial.cli.data import fitting
 from bitdial.cli.images import chosen_settings, settings_of
 from bitdial.cli.places import writing
@@ -83,7 +84,7 @@ def _run_of(options: argparse.Namespace) -> CalibrationRun:
         images=images,
         evaluation=evaluation,
         quant=quant,
-        effort=options.effort,
+        config=CalibrateConfig(effort=options.effort, iterations=options.iterations, seed=options.seed),
         out=options.out,
         replace=options.replace,
     )

@@ -5,10 +5,8 @@ first goes on from its checkpoint; one that is killed in the second has its file
 """
 
 import hashlib
-import importlib
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ from torch import nn
 
 from bitdial._version import __version__
 from bitdial.artifact import amend, read_artifact, save, sizes
+from bitdial.calibrate import CalibrateConfig, calibrate
 from bitdial.dial.dial import at_bits, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.files.atomic import check_target, write_json
@@ -52,7 +51,7 @@ class CalibrationRun:
     images: ImageBatches
     evaluation: ImageBatches | None
     quant: QuantConfig
-    effort: str
+    config: CalibrateConfig
     out: Path
     replace: bool = False
     progress: bool = True
@@ -81,7 +80,7 @@ class CalibrationRun:
     def digest(self) -> str:
         """What tells this calibration from others: model, weights, images and settings."""
         files = [(name, (self.images.folder / name).stat().st_size) for name in self.images.names]
-        facts = [self.name, self.quant.to_dict(), self.effort, self.images.settings.to_dict(), files]
+        facts = [self.name, self.quant.to_dict(), self.config.to_dict(), self.images.settings.to_dict(), files]
         total = hashlib.sha256(json.dumps(facts, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             total.update(name.encode())
@@ -160,15 +159,13 @@ def _calibrate(run: CalibrationRun, tell: Callable[[str], None]) -> None:
     tell(f"Preparing {run.name} on {run.images.size:,} images of {run.images.folder}")
     prepared = prepare(run.model, run.quant, list(run.images.subset(TO_PREPARE))).eval()
     widths = ", ".join(map(str, run.quant.bit_choices))
-    tell(f"Calibrating at {widths} bits (effort: {run.effort}); run the same command again if it is interrupted")
-    library = importlib.import_module("bitdial.calibrate")
-    config = library.CalibrateConfig(effort=run.effort)
-    report = library.calibrate(prepared, run.images, config, checkpoint=run.checkpoint, progress=run.progress)
+    tell(f"Calibrating at {widths} bits (effort: {run.config.effort}); run the same command again if it is interrupted")
+    report = calibrate(prepared, run.images, run.config, checkpoint=run.checkpoint, progress=run.progress)
     metrics = {
         "model": run.name,
         "image_settings": run.images.settings.to_dict(),
-        "calibration": _as_json(report),
-        "run": {"recipe": "calibrate", "name": f"{run.name}, effort {run.effort}", "digest": run.digest},
+        "calibration": report.to_dict(),
+        "run": {"recipe": "calibrate", "name": f"{run.name}, effort {run.config.effort}", "digest": run.digest},
     }
     save(prepared, run.out, metrics=metrics)
     _check_reloaded(run, prepared)
@@ -195,33 +192,6 @@ def _read(run: CalibrationRun) -> None:
     for place in tracked(range(len(run.images)), "reading images", show=run.progress):
         run.images.pixels(place)
     run.images.check_varied()
-
-
-def _as_json(report: Any) -> dict[str, Any]:
-    """What the report of a calibration says."""
-    return {
-        "effort": report.effort,
-        "samples": report.samples,
-        "steps": list(report.steps),
-        "warnings": list(report.warnings),
-        "seconds": report.seconds,
-        "resumed": getattr(report, "resumed", 0),  # blocks that an earlier run had done
-        "blocks": [
-            {
-                "name": block.name,
-                "layers": list(block.layers),
-                "error": _finite(block.error),
-                "error_before": _finite(block.error_before),
-                "seconds": block.seconds,
-            }
-            for block in report.blocks
-        ],
-    }
-
-
-def _finite(errors: Mapping[int, float]) -> dict[str, float | None]:
-    """Errors by width as JSON has them: no infinity and no NaN."""
-    return {str(bits): value if math.isfinite(value) else None for bits, value in errors.items()}
 
 
 def _check_reloaded(run: CalibrationRun, prepared: nn.Module) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitdial.dial.dial import at_bits, set_bits, unwrap
+from bitdial.calibrate.calibrate import correct_norms
+from bitdial.config import check_choice
+from bitdial.dial.dial import at_bits, resolve_plan, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits, listed
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
@@ -95,8 +97,14 @@ def recalibrate_norms(
     model: nn.Module,
     batches: Tensor | dict[str, Any] | Iterable[Batch],
     plan: LayerBits | BitPlan | str | list[Any],
+    *,
+    method: str = "average",
 ) -> None:
     """Re-estimate in place the batch-norm statistics in use at `plan`, as the plain average over `batches`.
+
+    With `method="difference"` they are corrected instead: by how they differ, on `batches`, from those of the model
+    without quantisation. That is for a prepared model that was not trained, and for few batches: an average over a few
+    hundred samples loses accuracy by itself.
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. A tensor or dict by itself
     is one batch. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
@@ -105,6 +113,11 @@ def recalibrate_norms(
     activation bits; with batches as in training, augmented if they were.
     """
     settings = plan if isinstance(plan, list) else [plan]
+    check_choice("method", method, ("average", "difference"))
+    if method == "difference":
+        given: list[Any] = [batches] if isinstance(batches, Tensor | dict) else list(batches)
+        correct_norms(unwrap(model), given, [BitPlan(resolve_plan(model, setting)) for setting in settings])
+        return
     several: Iterator[Batch] = iter([batches] if isinstance(batches, Tensor | dict) else batches)
     first = next(several, None)
     if first is None or not settings:

@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from bitdial import set_bits
+from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.reconstruct import Reconstruction, step_of
+from bitdial.calibrate.reference import float_copy
+from bitdial.calibrate.walk import Walk
+from bitdial.dial.plan import BitPlan
+from bitdial.nn import QuantLayer
+
+from .conftest import BITS, images, mobile, prepared
+
+
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "lsq"])
+def test_the_error_of_a_block_falls_and_weights_stay_near(scheme: str) -> None:
+    x, model = images(128), prepared(mobile(), scheme=scheme, keep_first_last=8)
+    walk, plain = Walk(model, list(x.split(32))), float_copy(model)
+    settings = {bits: BitPlan(default=bits) for bits in BITS}
+    before, after = walk.start(), walk.start()
+    values = {bits: walk.start() for bits in BITS}
+
+    def errors() -> dict[int, float]:
+        found = {}
+        for bits in BITS:
+            set_bits(model, bits)
+            moved = values[bits].copy()
+            moved.advance(model, walk.blocks[1], lambda name, x: None)
+            found[bits] = moved.distance(after, walk.blocks[1])
+        return found
+
+    for block in walk.blocks[:2]:
+        after.advance(plain, block, lambda name, x: None)
+    before.advance(plain, walk.blocks[0], lambda name, x: None)
+    for bits in BITS:
+        set_bits(model, bits)
+        values[bits].advance(model, walk.blocks[0], lambda name, x: None)
+    start, state = errors(), {n: v.clone() for n, v in model.state_dict().items()}
+    config = CalibrateConfig(effort="full", iterations=100, batch_size=32, reach=0.5)
+    learning = Reconstruction(model, walk.blocks[1], settings, config, torch.Generator().manual_seed(0))
+    steps = {n: step_of(m, 3) for n, m in model.named_modules() if n in walk.blocks[1].layers}
+    told: list[dict[int, float]] = []
+    learning.learn(before, values, after, lambda iteration, found: told.append(found))
+    end = errors()
+    assert len(told) == 100
+    assert end[3] < start[3]
+    assert end[4] < start[4]
+    assert end[8] < 5e-3, "what is good stays so"
+    changed = {n for n, v in model.state_dict().items() if not torch.equal(v, state[n])}
+    assert changed
+    assert all(name.startswith("first.") for name in changed), "other blocks stay as they are"
+    for name, step in steps.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, QuantLayer)
+        moved = (layer.weight.detach() - state[f"{name}.weight"]).abs()
+        assert bool((moved <= 0.5001 * step).all())
+        assert layer.weight.grad is None
+
+
+def test_a_layer_with_a_width_of_its_own_moves_by_its_own_steps() -> None:
+    model = prepared(mobile(), keep_first_last=8)
+    layer = model.get_submodule("stem.0")
+    assert isinstance(layer, QuantLayer)
+    blocks = Walk(model, [images(4)]).blocks
+    settings = {bits: BitPlan(default=bits) for bits in BITS}
+    learning = Reconstruction(model, blocks[0], settings, CalibrateConfig(), torch.Generator())
+    assert torch.equal(learning.weights[0][2], step_of(layer, 8))
+    assert torch.equal(step_of(layer, 4), 16 * step_of(layer, 8))
