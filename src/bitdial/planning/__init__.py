@@ -3,6 +3,7 @@
 from bitdial.planning.find import Candidate, candidates, search
 from bitdial.planning.front import evaluate_plans, mean_accuracy, pareto_front
 from bitdial.planning.measured import MeasuredFront, MeasuredPlan, compare_fronts, measure_front
+from bitdial.planning.measured_search import MeasuredSearch, measured_search
 from bitdial.planning.problem import OBJECTIVES, quantization_errors
 from bitdial.planning.solve import require_highspy
 
@@ -11,11 +12,13 @@ __all__ = [
     "Candidate",
     "MeasuredFront",
     "MeasuredPlan",
+    "MeasuredSearch",
     "candidates",
     "compare_fronts",
     "evaluate_plans",
     "mean_accuracy",
     "measure_front",
+    "measured_search",
     "pareto_front",
     "quantization_errors",
     "require_highspy",
