@@ -87,7 +87,9 @@ class OutputDistance:
                 return "the given model", [self._kept(reference, batch) for batch in self.batches]
         if isinstance(reference, Tensor | str) or not isinstance(reference, Sequence):
             kind = type(reference).__name__
-            raise ConfigError(f"reference is a {kind}; pass a float model, or its outputs in a list, one for each batch")
+            raise ConfigError(
+                f"reference is a {kind}; pass a float model, or its outputs in a list, one for each batch"
+            )
         if len(reference) != len(self.batches):
             raise ConfigError(f"reference has {len(reference)} outputs, and there are {len(self.batches)} batches")
         return "the given outputs", list(reference)
@@ -113,8 +115,8 @@ def _check_logits(output: Any, reference: Any) -> None:
     for what, value in (("the model's output", output), ("the reference's output", reference)):
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"{what} is a {type(value).__name__}; the KL divergence compares tensors of class logits. Say which part "
-                "they are: output='logits'; or pass a distance(output, reference) of your own"
+                f"{what} is a {type(value).__name__}; the KL divergence compares tensors of class logits. Say which "
+                "part they are: output='logits'; or pass a distance(output, reference) of your own"
             )
         if value.dim() != 2 or value.shape[1] < 2:
             raise ConfigError(

@@ -225,7 +225,7 @@ class Explorer:
     def _moves(self, changes: Changes) -> list[tuple[tuple[int, int], ...]]:
         """(unit, step) once or twice, by the predicted change: one unit down and another up, or one alone."""
         centre = self._best()
-        gains = {}
+        gains: dict[tuple[int, int], float] = {}
         for u, own in enumerate(centre):
             seen = {c: value - changes[u].get(own, 0.0) for c, value in changes[u].items()}
             whole = self._extrapolated(u, own, seen, 1)
@@ -242,4 +242,3 @@ class Explorer:
             if not 0 <= chosen[u] < len(self.problem.units[u].choices):
                 return None
         return tuple(chosen) if self.fits(tuple(chosen)) else None
-
