@@ -1,22 +1,24 @@
 """The way from a uniform plan to a better one by measuring: steps of single layers, integer programs, swaps.
 
-    1. steps       each unit (a layer, or layers that share bits) at its other widths, all else at the centre; at first
-                   the centre is the uniform plan
-    2. programs    with the measured changes as losses, the best plan within the budgets, and the best ones with each
-                   unit held at each other width; those of least predicted loss are measured
-    3. again       around the best plan so far, each unit one step up and one step down, until nothing is gained
+    1. steps       each unit (a layer, or layers that share bits) at each lower width, all others at their highest
+    2. programs    with the measured changes as losses, the best plan within the budgets, and the best ones with a
+                   unit held at another width; those of least predicted loss are measured
+    3. again       around the best plan so far: each unit one step up and one step down, and programs with the changes,
+                   until nothing is gained
     4. swaps       one unit down and another up, also one alone, by what the steps predict, until none helps; then 3.
 
-Measured changes add up only roughly, and less so the further a plan is from the centre. So a plan is believed only when
-it has been measured itself, and the programs of step 3 go no further than one step from what was measured.
+Why step 1 does not begin at the uniform plan: changes add up while they are small. Where the uniform plan is far from
+the float model, no layer alone brings it back, and the changes of single layers there say little of many together.
+Around the highest widths they add up well, and what is still wrong about the sum is measured in steps 2 to 4. A plan is
+believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
 
-A width that was not measured (time ran out, or a swap went beyond it) takes its loss from the nearest one that was, on
-the same side of the centre. Rounding errors have a power of about 4^-bits, so changes are taken in proportion to
-4^-bits - 4^-centre: each bit less costs four times as much, and there is little left to gain at the top.
+A width that was not measured, for want of time, takes its loss from the nearest one that was, on the same side of the
+centre. Rounding errors have a power of about 4^-bits, so changes are taken in proportion to 4^-bits - 4^-centre. A unit
+of which nothing was measured stays where the uniform plan has it.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -26,7 +28,9 @@ from bitdial.planning.progress import tracked
 from bitdial.planning.solve import best_choices
 
 FIRST_STEPS = 0.5  # the share of the time after which the first steps give way to the programs
-FEWER = 5  # later programs have this part of the plans of the first
+SOLVING = 0.25  # the share of the time that is left that programs may take, before their plans are measured
+SWAPPED = 2  # the widths by which a swap moves a unit, at most
+FEWER = 2  # later programs have this part of the plans of the first
 
 Chosen = tuple[int, ...]  # for each unit, the index of its choice
 Changes = list[dict[int, float]]  # for each unit, {choice: change of the distance}, the centre's own included
@@ -74,12 +78,12 @@ class Explorer:
         """Look, from `start` on, until nothing helps; returns why it ended: 'done', 'patience' or 'seconds'."""
         self.distance(start)
         try:
-            everywhere = max(len(unit.choices) for unit in self.problem.units)
-            changes = self._programs(start, everywhere, plans, time_share=FIRST_STEPS)
+            self._programs(self._steps_from_the_top(start), plans)
             while True:
                 centre = self._best()
                 while True:
-                    changes = self._programs(centre, 1, max(plans // FEWER, 1))
+                    changes = self._steps_around(centre)
+                    self._programs(changes, max(plans // FEWER, 1))
                     if centre == self._best():
                         break
                     centre = self._best()
@@ -117,34 +121,36 @@ class Explorer:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _programs(self, centre: Chosen, reach: int, plans: int, time_share: float = 1.0) -> Changes:
-        """Measure steps around `centre`, then the plans that they lead to; returns the changes."""
-        changes = self._steps(centre, reach, time_share)
-        self._doing = "programs"
-        for chosen in tracked(self._promising(changes, plans), "plans", show=self.progress):
-            self.distance(chosen)
-        return changes
+    def _steps_from_the_top(self, start: Chosen) -> Changes:
+        """The changes by single units at each lower width, all others at their highest: first that of `start`.
 
-    def _steps(self, centre: Chosen, reach: int, time_share: float) -> Changes:
-        """The changes by single units, up to `reach` widths from `centre`; ends at a share of the time, nearest first.
-
-        What it had no time for is extrapolated; a unit of which nothing was measured has no other choice.
+        After a share of the time it ends, and what is missing is extrapolated.
         """
-        self._doing = "steps"
-        base = self.known[centre]
-        changes: Changes = [{c: 0.0} for c in centre]
-        near_first = [
-            (u, centre[u] + sign * step)
-            for step in range(1, reach + 1)
-            for u in range(len(centre))
-            for sign in (1, -1)  # choices go from many bits to few: down, then up
-            if centre[u] + sign * step in self._reachable(u)
+        top = (0,) * len(start)
+        lower = [(u, c) for u in range(len(start)) for c in self._reachable(u) if c]
+        lower.sort(key=lambda one: (abs(one[1] - start[one[0]]), one[1] < start[one[0]], one[0]))
+        until = None if self._seconds is None else FIRST_STEPS * self._seconds
+        measured = self._changes(top, lower, until)
+        whole = [
+            self._extrapolated(u, 0, own, range(len(self.problem.units[u].choices))) for u, own in enumerate(measured)
         ]
-        for u, choice in tracked(near_first, "layers", show=self.progress):
-            if self._seconds is not None and time_share < 1 and self.elapsed() >= time_share * self._seconds:
+        return [own if len(own) > 1 else {start[u]: 0.0} for u, own in enumerate(whole)]
+
+    def _steps_around(self, centre: Chosen) -> Changes:
+        """The changes by single units, one step down and one up."""
+        near = [(u, c) for u, own in enumerate(centre) for c in (own + 1, own - 1) if c in self._reachable(u)]
+        return self._changes(centre, near)
+
+    def _changes(self, centre: Chosen, steps: list[tuple[int, int]], until: float | None = None) -> Changes:
+        """What (unit, choice) alone changes, all others as in `centre`; no step is begun after `until` seconds."""
+        self._doing = "steps"
+        changes: Changes = [{c: 0.0} for c in centre]
+        base = self.distance(centre)
+        for u, choice in tracked(steps, "layers", show=self.progress):
+            if until is not None and self.elapsed() >= until:
                 break
             changes[u][choice] = self.distance((*centre[:u], choice, *centre[u + 1 :])) - base
-        return [self._extrapolated(u, centre[u], own, reach) for u, own in enumerate(changes)]
+        return changes
 
     def _reachable(self, u: int) -> list[int]:
         """The choices of a unit that fit the limits with all others at their cheapest."""
@@ -152,11 +158,13 @@ class Explorer:
         spare = {q: limit - self.problem.least(q) + min(unit.costs[q]) for q, limit in self.limits.items()}
         return [c for c in range(len(unit.choices)) if all(unit.costs[q][c] <= spare[q] for q in spare)]
 
-    def _extrapolated(self, u: int, centre: int, changes: Mapping[int, float], reach: int) -> dict[int, float]:
-        """The changes of a unit up to `reach` widths from `centre`, on a side of it where one was measured."""
+    def _extrapolated(
+        self, u: int, centre: int, changes: Mapping[int, float], choices: Iterable[int]
+    ) -> dict[int, float]:
+        """The changes of a unit with more of its `choices`, those on a side of `centre` where one was measured."""
         bits = [pair[0] for pair in self.problem.units[u].choices]
         found = dict(changes)
-        for choice in range(max(centre - reach, 0), min(centre + reach + 1, len(bits))):
+        for choice in choices:
             side = [c for c in changes if (c > centre) == (choice > centre) and c != centre]
             if choice in changes or not side:
                 continue
@@ -169,20 +177,33 @@ class Explorer:
 
     # --- programs ---------------------------------------------------------------------------------
 
-    def _promising(self, changes: Changes, count: int) -> list[Chosen]:
-        """Up to `count` plans of least predicted loss: the best, and the best with each unit at each other width."""
-        options = [sorted(own) for own in changes]
-        best = self._solved(changes, options)
+    def _programs(self, changes: Changes, plans: int) -> None:
+        """Measure the plan that `changes` lead to, and the best of those beside it, up to `plans` in all."""
+        self._doing = "programs"
+        best = self._solved(changes, [sorted(own) for own in changes])
         if best is None:
-            return []
-        found = {best: self._predicted(changes, best)}
-        for u, choice in [(u, c) for u, own in enumerate(options) for c in own if c != best[u]]:
-            self._check_time()
-            held = [*options[:u], [choice], *options[u + 1 :]]
-            chosen = self._solved(changes, held)
+            return
+        self.distance(best)
+        for chosen in tracked(self._beside(changes, best)[: plans - 1], "plans", show=self.progress):
+            self.distance(chosen)
+
+    def _beside(self, changes: Changes, best: Chosen) -> list[Chosen]:
+        """The best plans with one unit held at another width than in `best`, by their predicted loss.
+
+        With a time limit, solving takes at most a part of what is left of it, the nearest widths first; the rest is for
+        measuring.
+        """
+        options = [sorted(own) for own in changes]
+        until = None if self._seconds is None else self.elapsed() + SOLVING * (self._seconds - self.elapsed())
+        others = [(u, c) for u, own in enumerate(options) for c in own if c != best[u]]
+        found: dict[Chosen, float] = {}
+        for u, choice in sorted(others, key=lambda one: abs(one[1] - best[one[0]])):
+            if until is not None and self.elapsed() >= until:
+                break
+            chosen = self._solved(changes, [*options[:u], [choice], *options[u + 1 :]])
             if chosen is not None:
-                found.setdefault(chosen, self._predicted(changes, chosen))
-        return sorted(found, key=lambda chosen: (found[chosen], chosen))[:count]
+                found[chosen] = sum(changed[c] for changed, c in zip(changes, chosen, strict=True))
+        return sorted(found, key=lambda chosen: (found[chosen], chosen))
 
     def _solved(self, changes: Changes, options: list[list[int]]) -> Chosen | None:
         """The plan of least predicted loss with one of `options` for each unit; None if none fits."""
@@ -198,9 +219,6 @@ class Explorer:
         ]
         picked = best_choices(Problem(units=tuple(units), constant=self.problem.constant), self.limits)
         return None if picked is None else tuple(own[c] for own, c in zip(options, picked, strict=True))
-
-    def _predicted(self, changes: Changes, chosen: Chosen) -> float:
-        return sum(own[c] for own, c in zip(changes, chosen, strict=True))
 
     # --- swaps ------------------------------------------------------------------------------------
 
@@ -223,15 +241,16 @@ class Explorer:
                 return ended
 
     def _moves(self, changes: Changes) -> list[tuple[tuple[int, int], ...]]:
-        """(unit, step) once or twice, by the predicted change: one unit down and another up, or one alone."""
+        """(unit, step down) once or twice, by the predicted change: one unit down and another up, or one alone."""
         centre = self._best()
         gains: dict[tuple[int, int], float] = {}
         for u, own in enumerate(centre):
             seen = {c: value - changes[u].get(own, 0.0) for c, value in changes[u].items()}
-            whole = self._extrapolated(u, own, seen, 1)
-            gains |= {(u, step): whole.get(own + step, 0.0) for step in (1, -1)}
+            near = [c for c in range(own - SWAPPED, own + SWAPPED + 1) if c != own and c in self._reachable(u)]
+            whole = self._extrapolated(u, own, seen, near)
+            gains |= {(u, c - own): whole.get(c, 0.0) for c in near}
         moves: list[tuple[tuple[int, int], ...]] = [(one,) for one in gains]
-        moves += [((u, 1), (v, -1)) for u in range(len(centre)) for v in range(len(centre)) if u != v]
+        moves += [(down, up) for down in gains for up in gains if down[1] > 0 > up[1] and down[0] != up[0]]
         return sorted(moves, key=lambda move: (sum(gains[one] for one in move), move))
 
     def _moved(self, move: tuple[tuple[int, int], ...]) -> Chosen | None:
