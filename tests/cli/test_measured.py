@@ -70,7 +70,7 @@ def test_it_prints_writes_and_stores_what_the_library_finds(
     assert f" {found.distance:.4g} " in row
     beside = next(line for line in text.splitlines() if "everywhere" in line)
     assert f"{found.uniform_distance:.4g}" in beside
-    assert "nearest to the given model's, on 36 samples" in text
+    assert "plans by their distance from the given model, on 36 samples" in text
     assert "since no step or swap helps" in text
     assert "--reference" not in text
     for layer, bits in found.plan.items():
@@ -83,7 +83,7 @@ def test_without_float_weights_it_says_what_it_compared_with(given: Given, capsy
     before = given.file.read_bytes()
     assert main(given.command("--samples", "8", "--name", "mine", "--seconds", "600")) == 0
     text = capsys.readouterr().out
-    assert "nearest to the model at its highest width's, on 8 samples" in text
+    assert "distance from the model at its highest width, on 8 samples" in text
     assert "The file has no float model to compare with; --reference" in text
     assert given.file.read_bytes() == before
 

@@ -85,7 +85,7 @@ def _show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]
             widths = ", ".join(dict.fromkeys(bits_text(bits) for bits in one.uniform.values()))
             costs = (number(one.uniform_costs[q]) for q in quantities)
             rows.append([f"  beside {widths} bits everywhere", *costs, f"{one.uniform_distance:.4g}", ""])
-    title = f"{options.file}: the plans whose outputs are nearest to {first.reference}'s, on {first.samples} samples"
+    title = f"{options.file}: plans by their distance from {first.reference}, on {first.samples} samples"
     show_table(title, ["plan", *(q.replace("_", " ") for q in quantities), "KL divergence", "plans measured"], rows)
     layers = [[name, *(bits_text(one.plan[name]) for one in found.values())] for name in first.plan]
     show_table("Bits by layer", ["layer", *found], layers)
