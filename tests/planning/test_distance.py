@@ -75,6 +75,21 @@ def test_the_reference_is_a_model_its_outputs_or_the_highest_width(model: nn.Mod
     net.eval()
 
 
+def test_the_distance_from_a_plan_is_from_its_outputs(model: nn.Module, net: nn.Module) -> None:
+    x = [torch.randn(4, 5), torch.randn(3, 5)]
+    with evaluating(model):
+        whole = OutputDistance(model, x, net, output=lambda y: y * 2)
+        there = whole.from_plan(BitPlan(default=4))
+        assert there(BitPlan(default=4)) == 0
+        found, before = there(BitPlan(default=2)), whole(BitPlan(default=2))
+        set_bits(model, 4)
+        outputs = [2 * model(one) for one in x]
+        set_bits(model, 2)
+        wanted = by_hand(2 * model(torch.cat(x)), torch.cat(outputs))
+        assert found == pytest.approx(wanted, rel=1e-5)
+        assert whole(BitPlan(default=2)) == before  # it is as it was
+
+
 def test_own_distances_and_parts_of_outputs(model: nn.Module, net: nn.Module) -> None:
     x, plan = torch.randn(6, 5), BitPlan(default=2)
 

@@ -91,6 +91,32 @@ def test_distances_that_do_not_add_up_end_near_the_optimum_and_within_the_limit(
     assert sum(measured) < sum(plans) / 3
 
 
+def test_first_steps_do_not_gain_by_errors_that_are_there_already() -> None:
+    """Each layer adds 2^-bits to one sum, which begins below 0: alone, a layer that goes down brings it nearer to 0."""
+    problem = make_problem([5, 4, 3, 2])
+    weights = [1.0, 2.0, 3.0, 4.0]
+
+    def total(plan: BitPlan) -> float:
+        return sum(w * 2.0 ** -plan[f"layer{i}"][0] for i, w in enumerate(weights))
+
+    limits = {"bytes": problem.cost("bytes", uniform(problem))}
+    measure: Callable[[BitPlan], float] = lambda plan: (total(plan) - 0.5) ** 2  # noqa: E731
+    plain = Explorer(problem, limits, measure, progress=False)
+    apart = Explorer(
+        problem, limits, measure, measure_from=lambda top: lambda plan: (total(plan) - total(top)) ** 2, progress=False
+    )
+    for explorer in (plain, apart):
+        explorer.distance(uniform(problem))
+    seen = [value for own in plain._steps_from_the_top(uniform(problem)) for value in own.values()]
+    assert min(seen) < 0
+    steps = apart._steps_from_the_top(uniform(problem))
+    for weight, own in zip(weights, steps, strict=True):
+        assert own == pytest.approx({c: (weight * (2.0**-b - 2.0**-8)) ** 2 for c, b in enumerate(WIDTHS) if c in own})
+        assert set(own) >= {0, 2, 3}
+    assert len(apart.known) == 1
+    assert apart.measured > 8  # these are measured too, and count
+
+
 def test_plans_beyond_the_limit_are_measured_as_steps_but_never_best() -> None:
     problem = make_problem([4, 4])
     limit = int(problem.cost("bytes", (2, 2)))

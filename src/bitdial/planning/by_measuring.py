@@ -107,7 +107,9 @@ def measured_search(
         measure = OutputDistance(model, batches, reference, distance=distance, output=output)
         if reference is None:
             log.info("no reference was given: outputs are compared with those of %s", measure.reference)
-        explorer = Explorer(problem, limits, measure, seconds=seconds, progress=progress)
+        explorer = Explorer(
+            problem, limits, measure, measure_from=measure.from_plan, seconds=seconds, progress=progress
+        )
         stopped = explorer.explore(most_bits if uniform is None else uniform, plans=PLANS, patience=patience)
     best = explorer.best
     assert best is not None
@@ -122,7 +124,7 @@ def measured_search(
         uniform_costs=None if whole is None else costs.of(whole),
         reference=measure.reference,
         samples=measure.samples,
-        measured=len(explorer.known),
+        measured=explorer.measured,
         seconds=explorer.elapsed(),
         stopped=stopped,
         trajectory=tuple(explorer.trajectory),

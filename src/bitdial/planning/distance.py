@@ -72,6 +72,12 @@ class OutputDistance:
             total.append(size * self._number(found, wanted))
         return math.fsum(total) / self.samples
 
+    def from_plan(self, plan: BitPlan) -> "OutputDistance":
+        """The distance from the model's own outputs at `plan`, on the same samples."""
+        set_bits(self.model, plan)
+        outputs = [self._kept(self.model, batch) for batch in self.batches]
+        return OutputDistance(self.model, self.batches, outputs, distance=self.distance, output=self.output)
+
     def _reference_outputs(self, reference: nn.Module | Sequence[Any] | None) -> tuple[str, list[Any]]:
         """What the reference is, in words, and its output on each batch."""
         if reference is None:

@@ -1,6 +1,7 @@
 """The way from a uniform plan to a better one by measuring: steps of single layers, integer programs, swaps.
 
-    1. steps       each unit (a layer, or layers that share bits) at each lower width, all others at their highest
+    1. steps       each unit (a layer, or layers that share bits) at each lower width, all others at their highest,
+                   and how far that is from all at their highest
     2. programs    with the measured changes as losses, the best plan within the budgets, and the best ones with a
                    unit held at another width; those of least predicted loss are measured
     3. again       around the best plan so far: each unit one step up and one step down, and programs with the changes,
@@ -9,14 +10,17 @@
 
 Why step 1 does not begin at the uniform plan: changes add up while they are small. Where the uniform plan is far from
 the float model, no layer alone brings it back, and the changes of single layers there say little of many together.
-Around the highest widths they add up well, and what is still wrong about the sum is measured in steps 2 to 4. A plan is
-believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
+Around the highest widths they add up well, and what is still wrong about the sum is measured in steps 2 to 4. Distances
+there are from the outputs at the highest widths, not from the reference's. Errors of a unit and errors that are there
+already meet at random: a small step may seem to gain something, which a larger one of the same unit would not. A plan
+is believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
 
 A width that was not measured, for want of time, takes its loss from the nearest one that was, on the same side of the
 centre. Rounding errors have a power of about 4^-bits, so changes are taken in proportion to 4^-bits - 4^-centre. A unit
 of which nothing was measured stays where the uniform plan has it.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +36,7 @@ SOLVING = 0.25  # the share of the time that is left that programs may take, bef
 SWAPPED = 2  # the widths by which a swap moves a unit, at most
 FEWER = 2  # later programs have this part of the plans of the first
 
+Measure = Callable[[BitPlan], float]
 Chosen = tuple[int, ...]  # for each unit, the index of its choice
 Changes = list[dict[int, float]]  # for each unit, {choice: change of the distance}, the centre's own included
 
@@ -53,15 +58,17 @@ class OutOfTime(Exception):
 class Explorer:
     """Looks for the plan of least distance within `limits`; `best` is the best so far.
 
-    `measure` gives the distance of a plan. A plan is measured once. After `seconds` no other is begun.
+    `measure` gives the distance of a plan; `measure_from(plan)` is such a measure of the distance from that plan, by
+    default the same. A plan is measured once by each. After `seconds` no other is begun.
     """
 
     def __init__(
         self,
         problem: Problem,
         limits: Mapping[str, Fraction],
-        measure: Callable[[BitPlan], float],
+        measure: Measure,
         *,
+        measure_from: Callable[[BitPlan], Measure] | None = None,
         seconds: float | None = None,
         progress: bool = True,
     ):
@@ -69,7 +76,8 @@ class Explorer:
         self.known: dict[Chosen, float] = {}
         self.trajectory: list[Improvement] = []
         self.best: Chosen | None = None
-        self._measure = measure
+        self.measured = 0
+        self._measure, self._measure_from = measure, measure_from
         self._seconds = seconds
         self._began = time.perf_counter()
         self._doing = "start"
@@ -96,12 +104,16 @@ class Explorer:
     def distance(self, chosen: Chosen) -> float:
         """What is measured for a plan; OutOfTime if it is too late to begin."""
         if chosen not in self.known:
-            self._check_time()
-            value = self.known[chosen] = self._measure(self.problem.plan(chosen))
+            value = self.known[chosen] = self._run(self._measure, chosen)
             if self.fits(chosen) and (self.best is None or value < self.known[self.best]):
                 self.best = chosen
-                self.trajectory.append(Improvement(len(self.known), self.elapsed(), value, self._doing))
+                self.trajectory.append(Improvement(self.measured, self.elapsed(), value, self._doing))
         return self.known[chosen]
+
+    def _run(self, measure: Measure, chosen: Chosen) -> float:
+        self._check_time()
+        self.measured += 1
+        return measure(self.problem.plan(chosen))
 
     def fits(self, chosen: Chosen) -> bool:
         """Whether a plan is within the limits."""
@@ -130,7 +142,11 @@ class Explorer:
         lower = [(u, c) for u in range(len(start)) for c in self._reachable(u) if c]
         lower.sort(key=lambda one: (abs(one[1] - start[one[0]]), one[1] < start[one[0]], one[0]))
         until = None if self._seconds is None else FIRST_STEPS * self._seconds
-        measured = self._changes(top, lower, until)
+        distance = self.distance
+        if self._measure_from is not None:
+            self._check_time()
+            distance = functools.partial(self._run, self._measure_from(self.problem.plan(top)))
+        measured = self._changes(top, lower, distance, until)
         whole = [
             self._extrapolated(u, 0, own, range(len(self.problem.units[u].choices))) for u, own in enumerate(measured)
         ]
@@ -139,17 +155,23 @@ class Explorer:
     def _steps_around(self, centre: Chosen) -> Changes:
         """The changes by single units, one step down and one up."""
         near = [(u, c) for u, own in enumerate(centre) for c in (own + 1, own - 1) if c in self._reachable(u)]
-        return self._changes(centre, near)
+        return self._changes(centre, near, self.distance)
 
-    def _changes(self, centre: Chosen, steps: list[tuple[int, int]], until: float | None = None) -> Changes:
+    def _changes(
+        self,
+        centre: Chosen,
+        steps: list[tuple[int, int]],
+        distance: Callable[[Chosen], float],
+        until: float | None = None,
+    ) -> Changes:
         """What (unit, choice) alone changes, all others as in `centre`; no step is begun after `until` seconds."""
         self._doing = "steps"
         changes: Changes = [{c: 0.0} for c in centre]
-        base = self.distance(centre)
+        base = distance(centre)
         for u, choice in tracked(steps, "layers", show=self.progress):
             if until is not None and self.elapsed() >= until:
                 break
-            changes[u][choice] = self.distance((*centre[:u], choice, *centre[u + 1 :])) - base
+            changes[u][choice] = distance((*centre[:u], choice, *centre[u + 1 :])) - base
         return changes
 
     def _reachable(self, u: int) -> list[int]:
