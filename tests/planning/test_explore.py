@@ -224,6 +224,22 @@ def test_widths_that_were_not_measured_follow_the_power_of_rounding() -> None:
     assert found._extrapolated(0, 1, {1: 0.0, 2: 0.3}, [2]) == {1: 0.0, 2: 0.3}
 
 
+def test_small_changes_count_with_their_share_of_larger_ones() -> None:
+    """Whatever is common to all steps, as a floor of 0.01, is taken off where a lower width stands out from it."""
+    problem = make_problem([1])
+    found = Explorer(problem, {}, lambda plan: 0.0, progress=False)
+    power = [4.0**-b - 4.0**-8 for b in WIDTHS]
+    whole = found._lawful(0, {0: 0.0, 1: 0.01, 2: 0.0125, 3: 0.05})
+    assert whole == pytest.approx({0: 0.0, 1: 0.05 * power[1] / power[3], 2: 0.05 * power[2] / power[3], 3: 0.05})
+    steep = {0: 0.0, 1: 0.001, 2: 0.1, 3: 9.0}  # falls faster than the law: as measured
+    assert found._lawful(0, steep) == steep
+    assert found._lawful(0, {0: 0.0, 2: 0.1}) == pytest.approx(  # missing ones on both sides
+        {0: 0.0, 1: 0.1 * power[1] / power[2], 2: 0.1, 3: 0.1 * power[3] / power[2]}
+    )
+    assert found._lawful(0, {0: 0.0, 1: 0.01, 2: -0.2, 3: -1.0})[1] == 0  # gains are no measure of losses
+    assert found._lawful(0, {0: 0.0, 1: 0.01, 2: -0.2, 3: -1.0})[3] == -1
+
+
 def test_one_layer_and_limits_that_leave_one_plan() -> None:
     for sizes, place in (([3], 2), ([3], 3), ([3, 5], 3)):
         problem = make_problem(sizes)

@@ -12,12 +12,15 @@ Why step 1 does not begin at the uniform plan: changes add up while they are sma
 the float model, no layer alone brings it back, and the changes of single layers there say little of many together.
 Around the highest widths they add up well, and what is still wrong about the sum is measured in steps 2 to 4. Distances
 there are from the outputs at the highest widths, not from the reference's. Errors of a unit and errors that are there
-already meet at random: a small step may seem to gain something, which a larger one of the same unit would not. A plan
-is believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
+already meet at random: a small step may seem to gain something, which a larger one of the same unit would not.
 
-A width that was not measured, for want of time, takes its loss from the nearest one that was, on the same side of the
-centre. Rounding errors have a power of about 4^-bits, so changes are taken in proportion to 4^-bits - 4^-centre. A unit
-of which nothing was measured stays where the uniform plan has it.
+Why step 1 does not take a small change at its word: the least change anywhere makes activations round otherwise
+everywhere behind it. That costs about the same for every unit and width, and many units together do not pay it many
+times. But rounding errors have a power of about 4^-bits. So a change counts with no more than its share, in proportion
+to 4^-bits - 4^-highest, of what the same unit loses at a lower width, where the loss stands out. The same law gives
+widths that were not measured, for want of time. A unit of which nothing was measured stays where the uniform plan is.
+
+A plan is believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
 """
 
 import functools
@@ -134,9 +137,9 @@ class Explorer:
     # --- steps ------------------------------------------------------------------------------------
 
     def _steps_from_the_top(self, start: Chosen) -> Changes:
-        """The changes by single units at each lower width, all others at their highest: first that of `start`.
+        """The changes by single units at each lower width, all others at their highest; first that of `start`.
 
-        After a share of the time it ends, and what is missing is extrapolated.
+        After a share of the time it ends. What is missing, or more than the law of rounding allows, is by that law.
         """
         top = (0,) * len(start)
         lower = [(u, c) for u in range(len(start)) for c in self._reachable(u) if c]
@@ -147,10 +150,17 @@ class Explorer:
             self._check_time()
             distance = functools.partial(self._run, self._measure_from(self.problem.plan(top)))
         measured = self._changes(top, lower, distance, until)
-        whole = [
-            self._extrapolated(u, 0, own, range(len(self.problem.units[u].choices))) for u, own in enumerate(measured)
-        ]
-        return [own if len(own) > 1 else {start[u]: 0.0} for u, own in enumerate(whole)]
+        return [self._lawful(u, own) if len(own) > 1 else {start[u]: 0.0} for u, own in enumerate(measured)]
+
+    def _lawful(self, u: int, changes: Mapping[int, float]) -> dict[int, float]:
+        """The changes of a unit from its highest width, none larger than by those of lower widths; missing ones too."""
+        bits = [pair[0] for pair in self.problem.units[u].choices]
+        power = [4.0**-b - 4.0 ** -bits[0] for b in bits]
+        found = self._extrapolated(u, 0, changes, range(len(bits)))
+        for choice in range(1, len(bits)):
+            lower = [max(changes[c], 0.0) * power[choice] / power[c] for c in changes if c > choice]
+            found[choice] = min(lower + ([changes[choice]] if choice in changes else []), default=found[choice])
+        return found
 
     def _steps_around(self, centre: Chosen) -> Changes:
         """The changes by single units, one step down and one up."""
