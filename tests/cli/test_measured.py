@@ -44,7 +44,7 @@ class Given:
         pinned = {name: 3 for name in artifact.layers if name.startswith(("layer1.", "layer2."))}
         costs = bitdial.measure_costs(bitdial.load_trainable(artifact), x[:1])
         budgets = {"average_bits": self.budget}
-        batches = list(x.split(32))
+        batches = list(x.split(16))
         live = bitdial.load(artifact)
         return bitdial.measured_search(live, batches, costs, budgets, pinned=pinned, progress=False, **settings)
 

@@ -17,7 +17,7 @@ from bitdial.live.load import load, load_trainable
 from bitdial.live.skeleton import built
 from bitdial.planning import MeasuredSearch, measured_search
 
-BATCH = {"cuda": 256, "cpu": 32}  # what is fastest there
+BATCH = {"cuda": 256, "cpu": 16}  # what is fastest there
 STOPPED = {
     "done": "no step or swap helps",
     "patience": "many swaps in a row did not help",
