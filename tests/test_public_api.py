@@ -53,6 +53,7 @@ PUBLIC = [
     "load_pretrained",
     "load_trainable",
     "measure_costs",
+    "measured_search",
     "narrow",
     "onnx_session_options",
     "pareto_front",

@@ -33,7 +33,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.live.memory import resident_bytes
     from bitdial.live.views import view_at_bits
     from bitdial.models import build_model
-    from bitdial.planning import candidates, evaluate_plans, pareto_front, search
+    from bitdial.planning import candidates, evaluate_plans, measured_search, pareto_front, search
     from bitdial.planning.cost import measure_costs
     from bitdial.prepare.config import QuantConfig, Rule
     from bitdial.prepare.prepare import prepare
@@ -99,6 +99,7 @@ __all__ = [
     "load_pretrained",
     "load_trainable",
     "measure_costs",
+    "measured_search",
     "narrow",
     "onnx_session_options",
     "pareto_front",
@@ -134,7 +135,7 @@ _load_when_asked(
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
         "bitdial.models": "build_model",
-        "bitdial.planning": "candidates evaluate_plans pareto_front search",
+        "bitdial.planning": "candidates evaluate_plans measured_search pareto_front search",
         "bitdial.planning.cost": "measure_costs",
         "bitdial.prepare.config": "QuantConfig Rule",
         "bitdial.prepare.prepare": "prepare",

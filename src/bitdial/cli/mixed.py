@@ -3,9 +3,7 @@
 import argparse
 import itertools
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,21 +12,21 @@ from bitdial.cli.data import (
     fitting,
     float_accuracy,
     held_out_data,
-    latency_table,
     sample_input,
     training_data,
     was_trained_on,
 )
+from bitdial.cli.measured import check_measuring, find_measured_plans
 from bitdial.cli.mixed_options import BUDGETS, flag
 from bitdial.cli.places import ARTIFACT, writing
+from bitdial.cli.search_settings import costs_of, fastest_device, keep_plans, plan_name, search_settings
 from bitdial.cli.tables import bits_text, number, percent, show_table
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
-from bitdial.files.atomic import write_json
 from bitdial.live.load import load, load_trainable
 from bitdial.live.skeleton import built
 from bitdial.planning import Candidate, MeasuredFront, candidates, measure_front, search
-from bitdial.planning.cost import QUANTITIES, Costs, measure_costs
+from bitdial.planning.cost import QUANTITIES, Costs
 from bitdial.report import Known, check_comparable, front_report
 from bitdial.sensitivity.hutchinson import hessian_trace
 from bitdial.sensitivity.result import Sensitivity
@@ -45,7 +43,7 @@ def run_sensitivity(options: argparse.Namespace) -> None:
 
 def _find_sensitivity(options: argparse.Namespace) -> None:
     artifact = read_artifact(options.file)
-    device = _device()
+    device = fastest_device()
     generator = torch.Generator().manual_seed(options.seed)
     x, y = training_data(options.data, artifact)
     chosen = torch.randperm(len(x), generator=generator)[: options.images]
@@ -81,28 +79,26 @@ def run_search(options: argparse.Namespace) -> None:
     combined = [dict(zip(given, values, strict=True)) for values in itertools.product(*given.values())]
     if options.name is not None and len(combined) > 1:
         raise ConfigError(f"--name names one plan, but these budgets ask for {len(combined)}; leave it out")
+    check_measuring(options)
     with writing(options, {ARTIFACT: options.file if options.store else None, "--out": options.out}):
-        _find_plans(options, combined)
+        (find_measured_plans if options.measure else _find_plans)(options, combined)
 
 
 def _find_plans(options: argparse.Namespace, combined: list[dict[str, float]]) -> None:
     artifact = read_artifact(options.file)
     sensitivity = _stored_sensitivity(options, artifact)
     model = load_trainable(artifact)
-    costs = _costs(options, model, sample_input(options.input, artifact))
-    settings = _search_settings(options, artifact)
+    costs = costs_of(options, model, sample_input(options.input, artifact))
+    settings = {**search_settings(options, artifact), "activation_bits": options.activation_bits}
     found = {
-        options.name or _plan_name(budgets): search(model, sensitivity, costs, budgets, **settings)
+        options.name or plan_name(budgets): search(
+            model, sensitivity, costs, budgets, objective=options.objective, **settings
+        )
         for budgets in combined
     }
     _show_plans(f"{options.file}: the plans of least predicted loss", found)
     _show_bits(sensitivity, {name: one.plan for name, one in found.items()})
-    if options.out:
-        write_json(options.out, {"plans": {name: one.to_dict() for name, one in found.items()}})
-        print(f"Saved {options.out}")
-    if options.store:
-        amend(options.file, plans={name: one.plan for name, one in found.items()})
-        print(f"Stored in {options.file}: {', '.join(map(repr, found))}")
+    keep_plans(options, found)
 
 
 def run_pareto(options: argparse.Namespace) -> None:
@@ -126,9 +122,9 @@ def _find_front(options: argparse.Namespace, page: Path) -> None:
             file=sys.stderr,
         )
     model = load_trainable(artifact)
-    costs = _costs(options, model, x[:1])
+    costs = costs_of(options, model, x[:1])
     found = _candidates(options, artifact, model, sensitivity, costs)
-    device = _device()
+    device = fastest_device()
     with fitting(x), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         front = measure_front(
             load(artifact, device=device, kernels="float"),  # as in training
@@ -157,7 +153,7 @@ def _candidates(
     options: argparse.Namespace, artifact: Artifact, model: torch.nn.Module, sensitivity: Sensitivity, costs: Costs
 ) -> list[Candidate]:
     """The plans of the sweep and, in its middle or where the user says, of the alternatives."""
-    settings, cost = _search_settings(options, artifact), options.cost
+    settings, cost = {**search_settings(options, artifact), "objective": options.objective}, options.cost
     found = candidates(model, sensitivity, costs, {cost: options.points}, **settings)
     reached = [one.costs[cost] for one in found]
     middle = (min(reached) + max(reached)) / 2
@@ -169,10 +165,6 @@ def _candidates(
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _stored_sensitivity(options: argparse.Namespace, artifact: Artifact) -> Sensitivity:
     if options.sensitivity is not None:
         return Sensitivity.load(options.sensitivity)
@@ -182,36 +174,6 @@ def _stored_sensitivity(options: argparse.Namespace, artifact: Artifact) -> Sens
             f"{options.file}` first, or pass --sensitivity with the JSON file of an earlier one"
         )
     return artifact.sensitivity
-
-
-def _costs(options: argparse.Namespace, model: torch.nn.Module, sample: torch.Tensor) -> Costs:
-    latency = None if options.latency_table is None else latency_table(options.latency_table)
-    with fitting(sample):
-        return measure_costs(model, sample, latency=latency)
-
-
-def _search_settings(options: argparse.Namespace, artifact: Artifact) -> dict[str, Any]:
-    """What `search` and `candidates` take besides budgets."""
-    groups = [[name for pattern in group for name in _matching(pattern, artifact)] for group in options.group]
-    pinned = {name: bits for pattern, bits in options.pin for name in _matching(pattern, artifact)}
-    return {"objective": options.objective, "groups": groups, "pinned": pinned}
-
-
-def _matching(pattern: str, artifact: Artifact) -> list[str]:
-    found = [name for name in artifact.layers if fnmatchcase(name, pattern)]
-    if not found:
-        raise ConfigError(
-            f"{pattern!r} matches no quantised layer of the file; those are {', '.join(map(repr, artifact.layers))}"
-        )
-    return found
-
-
-def _plan_name(budgets: dict[str, float]) -> str:
-    """'3.0 bits' for an average, else the budgets as they were given."""
-    if list(budgets) == ["average_bits"]:
-        value = budgets["average_bits"]
-        return f"{value:.1f} bits" if round(value, 1) == value else f"{value:.10g} bits"
-    return " and ".join(f"{name} {value:.10g}" for name, value in budgets.items())
 
 
 def _show_plans(title: str, plans: dict[str, Candidate]) -> None:

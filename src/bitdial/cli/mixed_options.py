@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seed, shape
+from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seconds, seed, shape
 
 # As in the library, which would take a second to import; tests/cli/test_parser.py compares.
 OBJECTIVES = ("error", "bits")
@@ -53,6 +53,10 @@ def search_options(search: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"
     )
+    search.add_argument(
+        "--activation-bits", type=positive, metavar="B", help="of all layers (default: as the weights of each)"
+    )
+    _measure_arguments(search)
     search.add_argument("--out", type=Path, help="JSON file for the plans")
     search.add_argument("--store", action="store_true", help="store the plans in the file, by the names in the table")
     search.add_argument("--name", type=plan_name, help="of the plan, instead of one made from its budgets")
@@ -95,6 +99,28 @@ def pareto_options(pareto: argparse.ArgumentParser) -> None:
     )
     pareto.add_argument("--report", type=Path, metavar="HTML", help="the page (default: the file's name with .html)")
     _no_store_argument(pareto)
+
+
+def _measure_arguments(search: argparse.ArgumentParser) -> None:
+    measure = search.add_argument_group("measuring", "plans by the distance of their outputs from the float model's")
+    measure.add_argument(
+        "--measure", action="store_true", help="measure plans on data, instead of predicting them by sensitivities"
+    )
+    measure.add_argument(
+        "--data",
+        metavar="DATA",
+        help="inputs to measure on, never the test set: as for `bitdial pareto`; labels are not used",
+    )
+    measure.add_argument("--samples", type=positive, help="how many of them, at random (default: 1024)")
+    measure.add_argument("--seed", type=seed, help="of the samples (default: 0)")
+    measure.add_argument("--seconds", type=seconds, metavar="S", help="time limit for each plan; then the best so far")
+    measure.add_argument(
+        "--reference",
+        type=Path,
+        metavar="WEIGHTS",
+        help="a .safetensors file with the float weights of the model, to compare with (default: the file at its "
+        "highest width)",
+    )
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     _switch_options(commands.add_parser("switch", help="switch an artifact while it is live; time it, evaluate there"))
     _export_options(commands.add_parser("export", help="an ONNX file at one setting, or a transformers folder"))
     sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
-    search_options(commands.add_parser("search", help="the best plan within budgets, by the stored sensitivities"))
+    search_options(commands.add_parser("search", help="the best plan within budgets, by sensitivities or by measuring"))
     pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
     return parser
 

@@ -1,5 +1,6 @@
 """Which layer gets how many bits: plans by integer programming, and the front of those worth having."""
 
+from bitdial.planning.by_measuring import MeasuredSearch, measured_search
 from bitdial.planning.find import Candidate, candidates, search
 from bitdial.planning.front import evaluate_plans, mean_accuracy, pareto_front
 from bitdial.planning.measured import MeasuredFront, MeasuredPlan, compare_fronts, measure_front
@@ -11,11 +12,13 @@ __all__ = [
     "Candidate",
     "MeasuredFront",
     "MeasuredPlan",
+    "MeasuredSearch",
     "candidates",
     "compare_fronts",
     "evaluate_plans",
     "mean_accuracy",
     "measure_front",
+    "measured_search",
     "pareto_front",
     "quantization_errors",
     "require_highspy",

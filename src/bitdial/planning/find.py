@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from bitdial.config import check_choice
+from bitdial.dial.dial import dialled_layers, fixed_widths
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import BudgetError, ConfigError
-from bitdial.planning.cost import Costs, as_written, prepared_layers
+from bitdial.planning.cost import Costs, as_written
 from bitdial.planning.problem import LayerLosses, Problem, build_problem, layer_losses, loss_weights
 from bitdial.planning.progress import tracked
 from bitdial.planning.solve import solve
@@ -54,9 +55,9 @@ def search(
     fits, BudgetError names the nearest value that can be met.
     """
     losses = layer_losses(model, objective)
-    _same_layers(model, costs)
+    check_same_layers(model, costs)
     problem = build_problem(costs, losses, sensitivity, groups=groups, pinned=pinned, activation_bits=activation_bits)
-    return _find(problem, _checked(budgets, costs), costs, losses, sensitivity)
+    return _find(problem, checked_budgets(budgets, costs), costs, losses, sensitivity)
 
 
 def candidates(
@@ -81,7 +82,7 @@ def candidates(
     Algorithm 2). Combinations that no plan meets are left out; if none remains, the error is that of the last.
     """
     losses = layer_losses(model, objective)
-    _same_layers(model, costs)
+    check_same_layers(model, costs)
     problem = build_problem(costs, losses, sensitivity, groups=groups, pinned=pinned, activation_bits=activation_bits)
     sweep: dict[str, Sequence[float]] = {}
     for name, values in ({"average_bits": 60} if budgets is None else budgets).items():
@@ -101,7 +102,7 @@ def candidates(
     for limits in tracked(_combinations(sweep, costs), "sweep", show=progress):
         add(problem, limits)
     if alternatives_at is not None:
-        limits = _checked(alternatives_at, costs)
+        limits = checked_budgets(alternatives_at, costs)
         best = add(problem, limits)
         others = [] if best is None else _others(problem, best.plan)
         for alternative in tracked(others, "alternatives", show=progress):
@@ -153,10 +154,11 @@ def _combinations(budgets: Mapping[str, Sequence[float]], costs: Costs) -> list[
     combined: list[dict[str, float]] = [{}] if budgets else []
     for name, values in budgets.items():
         combined = [{**one, name: value} for one in combined for value in values]
-    return [_checked(one, costs) for one in combined]
+    return [checked_budgets(one, costs) for one in combined]
 
 
-def _checked(budgets: Mapping[str, float], costs: Costs) -> dict[str, Fraction]:
+def checked_budgets(budgets: Mapping[str, float], costs: Costs) -> dict[str, Fraction]:
+    """The budgets as they are written; ConfigError for what is none."""
     for name, value in budgets.items():
         check_quantity(name, costs)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -173,8 +175,10 @@ def check_quantity(name: str, costs: Costs) -> None:
     check_choice("budget", name, costs.quantities)
 
 
-def _same_layers(model: nn.Module, costs: Costs) -> None:
-    layers = {name: (layer.bit_choices, layer.fixed_bits) for name, layer in prepared_layers(model).items()}
+def check_same_layers(model: nn.Module, costs: Costs) -> None:
+    """Raise ConfigError unless the costs are those of `model`, prepared or live."""
+    found = dialled_layers(model)
+    layers = {name: (layer.bit_choices, fixed_widths(found).get(name)) for name, layer in found.items()}
     measured = {name: (choices, costs.fixed_bits.get(name)) for name, choices in costs.bit_choices.items()}
     if layers != measured:
         odd = next(iter(layers.items() ^ measured.items()))[0]

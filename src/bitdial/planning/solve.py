@@ -60,13 +60,14 @@ class _Row:
 
 def solve(problem: Problem, budgets: Mapping[str, Fraction]) -> list[int]:
     """One choice (by index) of each unit, of the least loss within `budgets`; BudgetError if there is none."""
-    chosen = _solve(problem, budgets)
+    chosen = best_choices(problem, budgets)
     if chosen is None:
         raise _infeasible(problem, budgets)
     return chosen
 
 
-def _solve(problem: Problem, budgets: Mapping[str, Fraction]) -> list[int] | None:
+def best_choices(problem: Problem, budgets: Mapping[str, Fraction]) -> list[int] | None:
+    """As `solve`, but None if no plan is within `budgets`."""
     options = _open_choices(problem, budgets)
     if options is None:
         return None
@@ -225,7 +226,7 @@ def _nearest_together(problem: Problem, budgets: Mapping[str, Fraction]) -> dict
             for u in problem.units
         )
         rest = {other: limit for other, limit in budgets.items() if other != name}
-        chosen = _solve(Problem(units=units, constant=problem.constant), rest)
+        chosen = best_choices(Problem(units=units, constant=problem.constant), rest)
         if chosen is not None:
             found[name] = problem.cost(name, chosen)
     return found
