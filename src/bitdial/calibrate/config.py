@@ -38,7 +38,7 @@ class CalibrateConfig(Config):
     batch_size: int = 32
     weight_rate: float = 1e-2
     scale_rate: float = 1e-3
-    norm_rate: float = 1e-3
+    norm_rate: float = 1e-2
     reach: float = 0.5
     drop: float = 0.5
     tolerance: float = 1e-3
