@@ -38,7 +38,19 @@ from bitdial.models.by_name import model_by_name
 from bitdial.planning.progress import tracked
 
 ROOT = Path(__file__).resolve().parent.parent
-SETTINGS = ("model", "scheme", "group_size", "effort", "images", "bit_choices", "apart", "iterations", "seed", "device")
+SETTINGS = (
+    "model",
+    "scheme",
+    "group_size",
+    "effort",
+    "images",
+    "bit_choices",
+    "activation_bits",
+    "apart",
+    "iterations",
+    "seed",
+    "device",
+)
 MODELS = ("resnet50", "mobilenet_v2", "efficientnet_lite0")
 TO_PREPARE = 64  # images
 Row = dict[str, Any]
@@ -57,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1000, help="images to calibrate on (default: 1000)")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=2000, help="of effort full, in each block (default: 2000)")
+    parser.add_argument("--activation-bits", type=int, help="of all widths (default: those of the weights)")
     parser.add_argument("--apart", action="store_true", help="each width by itself")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernels", default="float", help="what measures: float or integer (default: float)")
@@ -86,7 +99,11 @@ def calibrated(model: nn.Module, images: ImageBatches, widths: tuple[int, ...], 
     if effort != "none":
         importance = {} if 8 in widths else {8: 1e-6}
         settings = CalibrateConfig(
-            effort=effort, iterations=options.iterations, importance=importance, seed=options.seed
+            effort=effort,
+            activation_bits=options.activation_bits,
+            iterations=options.iterations,
+            importance=importance,
+            seed=options.seed,
         )
         calibrate(prepared, images, settings)
     return prepared
@@ -103,7 +120,7 @@ def measure(prepared: nn.Module, model: nn.Module, widths: tuple[int, ...], dev:
         path.rename(options.keep / f"{options.name}.safetensors")
     found: Row = {"top1": {}, "agreement": {}, "kl": {}}
     for bits in widths:
-        set_bits(live, bits)
+        set_bits(live, (bits, options.activation_bits or bits))
         out = logits(live, dev, f"{bits} bits")
         found["top1"][str(bits)] = percent(out.argmax(1) == dev.labels)
         found["agreement"][str(bits)] = percent(out.argmax(1) == options.float_logits.argmax(1))
@@ -156,6 +173,7 @@ def main() -> None:
                 "effort": effort,
                 "images": images.size,
                 "bit_choices": list(widths),
+                "activation_bits": options.activation_bits,
                 "apart": options.apart,
                 "iterations": options.iterations if effort == "full" else None,
                 "float_top1": level,

@@ -54,7 +54,9 @@ def _cells(row: Row) -> Cells:
     by_width = {f"{bits} bits": f"{top1:.2f} ({top1 - row['float_top1']:+.2f})" for bits, top1 in row["top1"].items()}
     return {
         "model": row["model"],
-        "scheme": f"`{row['scheme']}`" + (f", groups of {row['group_size']}" if row["group_size"] else ""),
+        "scheme": f"`{row['scheme']}`"
+        + (f", {a}-bit activations" if (a := row.get("activation_bits")) else "")
+        + (f", groups of {row['group_size']}" if row["group_size"] else ""),
         "effort": effort + (", a file per width" if row["apart"] else ""),
         "images": f"{row['images']:,}",
         "float": f"{row['float_top1']:.2f}",

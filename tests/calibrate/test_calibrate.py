@@ -114,6 +114,24 @@ def test_a_model_without_a_graph_is_calibrated_layer_by_layer(caplog: pytest.Log
         assert float((model(ids) - wanted).square().sum() / wanted.square().sum()) < 1e-2
 
 
+def test_activations_can_have_one_width() -> None:
+    """Norms then have the statistics of weights at each width with activations at 8 bits."""
+    net, x = mobile(), list(images(48).split(16))
+    model, other = prepared(net), prepared(net)
+    calibrate(model, x, CalibrateConfig(activation_bits=8), progress=False)
+    calibrate(other, x, progress=False)
+    sample = images(64, seed=5)
+
+    def error(which: nn.Module) -> float:
+        set_bits(which, (3, 8))
+        with torch.no_grad():
+            return float((which(sample) - net(sample)).square().mean())
+
+    assert error(model) < error(other)
+    with pytest.raises(ConfigError, match="activation_bits=5 is none of the model's widths"):
+        calibrate(model, x, CalibrateConfig(activation_bits=5))
+
+
 def test_bad_input_is_refused() -> None:
     model = prepared(mobile())
     with pytest.raises(ConfigError, match="no quantised layer"):

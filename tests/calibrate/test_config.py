@@ -12,6 +12,7 @@ def test_settings_go_through_json_and_are_checked() -> None:
     assert (config.importance_of(8), config.importance_of(6)) == (2.0, 1.0)
     for name, value in {
         "effort": "slow",
+        "activation_bits": 8.0,
         "equalize": 1,
         "iterations": 0,
         "batch_size": 2.5,

@@ -99,7 +99,9 @@ class _Calibration:
     ):
         self.model, self.layers, self.inputs, self.config, self.warnings = model, layers, inputs, config, warnings
         widths = next(iter(layers.values())).bit_choices
-        self.settings = {bits: BitPlan(default=bits) for bits in widths}
+        if (act_bits := config.activation_bits) is not None and act_bits not in widths:
+            raise ConfigError(f"activation_bits={act_bits} is none of the model's widths {widths}")
+        self.settings = {bits: BitPlan(default=(bits, act_bits or bits)) for bits in widths}
 
     def run(self, path: str | os.PathLike[str] | None, *, show: bool) -> CalibrationReport:
         """All steps, all blocks."""

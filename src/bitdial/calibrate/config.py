@@ -13,6 +13,8 @@ class CalibrateConfig(Config):
     """What `calibrate` does. Each step can be left out.
 
     effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
+    activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights; None:
+                       that of the weights
     equalize           scale channels between two layers so that each uses the range of the activations; off, since no
                        network that was tried gained by it
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
@@ -31,6 +33,7 @@ class CalibrateConfig(Config):
     """
 
     effort: str = "quick"
+    activation_bits: int | None = None
     equalize: bool = False
     choose_scales: bool = True
     correct_norms: bool = True
@@ -55,6 +58,8 @@ class CalibrateConfig(Config):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        if self.activation_bits is not None and type(self.activation_bits) is not int:
+            raise ConfigError(f"activation_bits={self.activation_bits!r} must be a width, such as 8, or None")
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r} must be a whole number")
         shares = dict.fromkeys(("weight_rate", "scale_rate", "norm_rate", "drop", "tolerance"), 1.0)

@@ -84,7 +84,12 @@ def _run_of(options: argparse.Namespace) -> CalibrationRun:
         images=images,
         evaluation=evaluation,
         quant=quant,
-        config=CalibrateConfig(effort=options.effort, iterations=options.iterations, seed=options.seed),
+        config=CalibrateConfig(
+            effort=options.effort,
+            activation_bits=options.activation_bits,
+            iterations=options.iterations,
+            seed=options.seed,
+        ),
         out=options.out,
         replace=options.replace,
     )

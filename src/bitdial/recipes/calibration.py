@@ -219,7 +219,7 @@ def _measure(run: CalibrationRun, images: ImageBatches) -> tuple[Judged, dict[in
     live = load(run.out, run.model, device=run.images.device, kernels="float")
     judged = {}
     for bits in run.quant.bit_choices:
-        set_bits(live, bits)
+        set_bits(live, (bits, run.config.activation_bits or bits))
         found = predict(live, images, label=f"{bits} bits", progress=run.progress)
         judged[bits] = judge(found, images, reference)
     return judge(reference, images, None), judged
