@@ -13,13 +13,11 @@ from bitdial.cli.data import fitting
 from bitdial.cli.tables import percent, setting_label, show_table
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError
-from bitdial.images import ImageBatches, ImageSettings, settings_of_model, settings_of_weights
+from bitdial.images import ImageBatches, ImageSettings, settings_of_model, settings_of_weights, stored_settings
 from bitdial.live.load import load
 from bitdial.models.by_name import model_by_name
 from bitdial.recipes.classes import Judged, Predicted, judge, predict
 from bitdial.report.numbers import Samples, interval_text
-
-STORED = "image_settings"  # in a file's metrics
 
 
 def chosen_settings(options: argparse.Namespace, *known: ImageSettings | None) -> ImageSettings:
@@ -37,12 +35,6 @@ def settings_of(model: nn.Module | None, weights: str | os.PathLike[str] | None)
     ]
 
 
-def stored_settings(artifact: Artifact) -> ImageSettings | None:
-    """What the file says of images; None if it says nothing, ConfigError if it is nothing usable."""
-    values = artifact.metrics.get(STORED)
-    return None if values is None else ImageSettings.from_dict(values)
-
-
 def run_eval(options: argparse.Namespace) -> None:
     """The command `eval` on a folder of images."""
     artifact = read_artifact(options.file)
@@ -50,7 +42,7 @@ def run_eval(options: argparse.Namespace) -> None:
     model = _float_model(options, artifact)
     images = ImageBatches(
         options.images,
-        chosen_settings(options, stored_settings(artifact), *settings_of(model, options.weights)),
+        chosen_settings(options, stored_settings(artifact.metrics, options.file), *settings_of(model, options.weights)),
         batch_size=options.batch_size,
         count=options.count,
         labels=options.labels,
