@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from bitdial.errors import ConfigError
-
-_PICKLED = (b"PK\x03\x04", b"\x80")  # how files of torch.save begin
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,23 @@ def _metadata(path: Path, content: Any) -> WeightsMetadata:
 
 def _refusal(path: Path, problem: Exception) -> str:
     """What to say of a file that is not of safetensors."""
-    with path.open("rb") as file:
-        pickled = file.read(4).startswith(_PICKLED)
-    if not pickled:
+    if not _pickled(path):
         return f"{path} is not a safetensors file: {problem}"
     return (
         f"{path} is pickled, and unpickling can run code of its author; make a safetensors file of it: "
         f"safetensors.torch.save_file(torch.load({path.name!r}, weights_only=True), "
         f"{path.with_suffix('.safetensors').name!r}). tools/imagenet_weights.py does so for published weights"
     )
+
+
+def _pickled(path: Path) -> bool:
+    """Whether torch.save wrote the file: in a ZIP archive with a pickle, or, long ago, as one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        with path.open("rb") as file:
+            return file.read(1) == b"\x80"
 
 
 def fill(model: nn.Module, weights: WeightsFile, name: str, *, keep: Collection[str] = ()) -> None:
