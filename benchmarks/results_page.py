@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import imagenet_results
 import mixed_results
 import paper_numbers as paper
 import result_rows
@@ -314,6 +315,7 @@ def make_page(
     figures: Iterable[str] = (),
     mixed: Iterable[Row] = (),
     cost: Iterable[Row] = (),
+    imagenet: str = "",
 ) -> str:
     """The whole page as text."""
     groups = group(rows)
@@ -354,6 +356,7 @@ def make_page(
         mixed_results.TEXT,
         mixed_results.section(mixed) or NO_RUN,
         figures_of(6, figures),
+        imagenet,
         SPEED,
         speed_table(speed) if speed else NO_RUN,
     ]
@@ -396,7 +399,9 @@ def current_page() -> str:
     figures = [path.name for path in (PAGE.parent / "figures").glob("*.png")]
     mixed = [row for name in mixed_results.FILES for row in mixed_results.read_rows(RESULTS / name)]
     speed, cost = (result_rows.read_measured(RESULTS / f"{name}-h200.json") for name in ("train-step", "training-cost"))
-    return make_page(rows, speed, figures, mixed, cost)
+    files = (imagenet_results.CALIBRATED, imagenet_results.MIXED)
+    imagenet = imagenet_results.section(*(imagenet_results.read_rows(RESULTS / name) for name in files))
+    return make_page(rows, speed, figures, mixed, cost, imagenet)
 
 
 if __name__ == "__main__":

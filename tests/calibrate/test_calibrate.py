@@ -39,7 +39,8 @@ def test_every_width_comes_nearer_to_the_float_model() -> None:
         for scheme in ("double_rounding", "nested"):
             model = prepared(net, scheme=scheme, start="mse", keep_first_last=8)
             before = {bits: distance(model, net, bits) for bits in BITS}
-            report = calibrate(model, list(images(48).split(16)), progress=False)
+            settings = CalibrateConfig(equalize=scheme == "nested")
+            report = calibrate(model, list(images(48).split(16)), settings, progress=False)
             after = {bits: distance(model, net, bits) for bits in BITS}
             assert after[8] < 2e-3
             assert after[8] < before[8]
@@ -80,13 +81,13 @@ def test_mode_setting_and_wrappers_are_left_as_they_were() -> None:
 
 
 def test_steps_can_be_left_out() -> None:
-    off = CalibrateConfig(equalize=False, choose_scales=False, correct_norms=False, correct_biases=False)
+    off = CalibrateConfig(choose_scales=False, correct_norms=False, correct_biases=False)
     model = prepared(mobile())
     state = copy.deepcopy(model.state_dict())
     report = calibrate(model, images(32), off, progress=False)
     assert report.steps == ()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    norms = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
+    norms = CalibrateConfig(choose_scales=False, correct_biases=False)
     report = calibrate(model, images(32), norms, progress=False)
     assert report.steps == ("norms corrected",)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, state[name])}

@@ -119,3 +119,15 @@ def test_a_layer_with_a_width_of_its_own_does_not_count() -> None:
     assert [layer.unset_passes for layer in model] == [None, 0, None]
     model = prepare(nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))), config, torch.randn(8, 4))
     assert [layer.unset_passes for layer in model] == [None, None]
+
+
+def test_a_short_training_says_so_when_it_is_saved(tmp_path: Path) -> None:
+    model = prepared()
+    assert fit(model, 20) == 0
+    with pytest.warns(UserWarning, match="has run 20 times in training, and no width was ever set: only 8 bits"):
+        save(model, tmp_path / "m")
+    save(model, tmp_path / "m")  # once
+    model = prepared()
+    fit(model, 20)
+    set_bits(model, 8)  # meant so
+    save(model, tmp_path / "m")

@@ -32,6 +32,7 @@ from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.nn.decompose import decomposed_modules
+from bitdial.nn.single_width import check_trained_widths
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
@@ -60,6 +61,7 @@ def save(
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
     _check_names(model)
     _check_alike(layers)
+    check_trained_widths(model)
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
     layer_tensors, table = _layer_table(layers)
     norm_tensors, norm_table = _norm_table(norms, layers)

@@ -13,7 +13,8 @@ class CalibrateConfig(Config):
     """What `calibrate` does. Each step can be left out.
 
     effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
-    equalize           scale channels between two layers so that each uses the range of the activations
+    equalize           scale channels between two layers so that each uses the range of the activations; off, since no
+                       network that was tried gained by it
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
@@ -30,7 +31,7 @@ class CalibrateConfig(Config):
     """
 
     effort: str = "quick"
-    equalize: bool = True
+    equalize: bool = False
     choose_scales: bool = True
     correct_norms: bool = True
     correct_biases: bool = True
@@ -38,7 +39,7 @@ class CalibrateConfig(Config):
     batch_size: int = 32
     weight_rate: float = 1e-2
     scale_rate: float = 1e-3
-    norm_rate: float = 1e-3
+    norm_rate: float = 1e-2
     reach: float = 0.5
     drop: float = 0.5
     tolerance: float = 1e-3

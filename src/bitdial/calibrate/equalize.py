@@ -20,6 +20,7 @@ from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call
 
 MOST_FACTOR = 64.0
+_ROOM = 1.5  # below the bound of a ReLU6, for values larger than the inputs show
 _LEAST_SHARE = 1e-4
 
 
@@ -84,7 +85,8 @@ def _factors(readers: list[QuantLayer], ranges: Tensor, space: Space) -> Tensor:
     wanted = torch.where(dead, 1.0, wanted).clamp(1 / MOST_FACTOR, MOST_FACTOR)
     if math.isinf(space.bound):
         return wanted
-    return torch.where(ranges >= space.bound, 1.0, torch.minimum(wanted, space.bound / safe))
+    most_growth = (space.bound / (_ROOM * safe)).clamp_min(1.0)
+    return torch.where(ranges >= space.bound, 1.0, torch.minimum(wanted, most_growth))
 
 
 def _shares(reader: QuantLayer) -> Tensor:

@@ -16,6 +16,7 @@ activations inside it, is as in float.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ from bitdial.nn import QuantLayer
 
 Report = Callable[[int, dict[int, float]], None]  # the iteration, and the error at each width
 _LEAST_SCALE = 1 / 8  # of its start, to which a scale may shrink
+_EVERY = 20  # iterations after which errors are looked at: on a GPU that waits
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A parameter that moves from its start by `offset` units, which is what is learned; within bounds.
+
+    Units make learning rates mean the same for all: the step of a weight, the size of a scale.
+    """
+
+    parameter: Tensor
+    unit: Tensor
+    least: float = -math.inf
+    most: float = math.inf
+    start: Tensor = field(init=False)
+    offset: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", self.parameter.detach().clone())
+        object.__setattr__(self, "offset", torch.zeros_like(self.start))
 
 
 class Reconstruction:
@@ -50,24 +71,15 @@ class Reconstruction:
         lowest = {name: min(resolve_plan(model, plan)[name][0] for plan in settings.values()) for name in block.layers}
         modules = {model.get_submodule(name): bits for name, bits in lowest.items()}
         self.layers = {layer: bits for layer, bits in modules.items() if isinstance(layer, QuantLayer)}
+        reach = config.reach
         self.weights = [
-            (layer.weight, layer.weight.detach().clone(), step_of(layer, b)) for layer, b in self.layers.items()
+            Learned(layer.weight, step_of(layer, bits), -reach, reach) for layer, bits in self.layers.items()
         ]
-        self.offsets = [torch.zeros_like(start) for _, start, _ in self.weights]
-
-    def parameters(self) -> list[dict[str, Any]]:
-        """What is learned, with a learning rate each."""
-        config = self.config
-        groups = [{"params": [offset], "lr": config.weight_rate} for offset in self.offsets]
-        for scale in self._act_scales():
-            groups.append({"params": [scale], "lr": config.scale_rate * float(scale.detach())})
-        for layer in self.layers:
-            if layer.bias is not None:
-                groups.append({"params": [layer.bias], "lr": config.norm_rate * _size(layer.bias)})
-        for name in self.block.norms:
-            for parameter in self.model.get_submodule(name).parameters():
-                groups.append({"params": [parameter], "lr": config.norm_rate * _size(parameter)})
-        return groups
+        self.scales = [Learned(scale, scale.detach().clone(), _LEAST_SCALE - 1) for scale in self._act_scales()]
+        norms = [p for name in block.norms for p in model.get_submodule(name).parameters()]
+        biases = [layer.bias for layer in self.layers if layer.bias is not None]
+        self.norms = [Learned(parameter, _size(parameter)) for parameter in dict.fromkeys((*norms, *biases))]
+        self.learned = [*self.weights, *self.scales, *self.norms]
 
     def _act_scales(self) -> list[nn.Parameter]:
         quantizers = [layer.act_quantizer for layer in self.layers if layer.act_quantizer is not None]
@@ -76,41 +88,37 @@ class Reconstruction:
     def learn(self, plain: Values, quantized: Mapping[int, Values], after: Values, report: Report) -> None:
         """Run all iterations. `plain` and `quantized` are what the block reads, `after` what it gives in float."""
         config, block, (node,) = self.config, self.block, self.block.made[-1:]
-        optimizer = torch.optim.Adam(self.parameters())
-        rates = [group["lr"] for group in optimizer.param_groups]
-        floors = [(scale, scale.detach() * _LEAST_SCALE) for scale in self._act_scales()]
+        kinds = ((self.weights, config.weight_rate), (self.scales, config.scale_rate), (self.norms, config.norm_rate))
+        groups = [{"params": [one.offset for one in some], "rate": rate} for some, rate in kinds if some]
+        optimizer = torch.optim.Adam(groups)
         energy = _energy(after, node)
         reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
         mixable = plain.is_mixable(reads) and after.is_mixable([node])
         samples = sum(len(batch[node]) for batch in after.batches) if mixable else len(after.batches)
         with self._dropping():
             for iteration in range(config.iterations):
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * iteration / config.iterations))
+                for group in optimizer.param_groups:
+                    group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * iteration / config.iterations))
                 chosen: Any = torch.randperm(samples, generator=self.generator, device=self.generator.device)
                 chosen = chosen[: config.batch_size] if mixable else int(chosen[0])
                 given, wanted = plain.take(reads, chosen), after.take([node], chosen)[node]
-                optimizer.zero_grad(set_to_none=True)
-                self._move()
                 errors = {}
                 for bits, plan in self.settings.items():
                     set_bits(self.model, plan)
                     mixed = self._mixed(quantized[bits].take(reads, chosen), given)
-                    error = (run(self.model, block.nodes, mixed)[node] - wanted).square().mean() / energy
-                    (config.importance_of(bits) * torch.log(error + config.tolerance)).backward()
-                    errors[bits] = float(error.detach())
-                if not all(map(math.isfinite, errors.values())):
-                    raise QuantizationError(f"block {block.name!r}: its error is not finite; check the batches")
+                    errors[bits] = (run(self.model, block.nodes, mixed)[node] - wanted).square().mean() / energy
+                    (config.importance_of(bits) * torch.log(errors[bits] + config.tolerance)).backward()
                 self._take_gradients()
                 optimizer.step()
-                with torch.no_grad():
-                    for offset in self.offsets:
-                        offset.clamp_(-config.reach, config.reach)
-                    for scale, floor in floors:
-                        scale.clamp_(min=floor)
-                report(iteration + 1, errors)
-        optimizer.zero_grad(set_to_none=True)
-        self._move()
+                self._move()
+                if (iteration + 1) % _EVERY == 0 or iteration + 1 == config.iterations:
+                    self._tell(iteration + 1, errors, report)
+
+    def _tell(self, iteration: int, errors: Mapping[int, Tensor], report: Report) -> None:
+        found = {bits: float(error.detach()) for bits, error in errors.items()}
+        if not all(map(math.isfinite, found.values())):
+            raise QuantizationError(f"block {self.block.name!r}: its error is not finite; check the batches")
+        report(iteration, found)
 
     def loss(self, errors: Mapping[int, float]) -> float:
         """The loss of `errors` by width."""
@@ -118,14 +126,18 @@ class Reconstruction:
 
     @torch.no_grad()
     def _move(self) -> None:
-        """Put the weights where the offsets say."""
-        for (weight, start, step), offset in zip(self.weights, self.offsets, strict=True):
-            weight.copy_(torch.addcmul(start, offset, step))
+        """Keep the offsets within their bounds and put the parameters where they say."""
+        for one in self.learned:
+            one.offset.clamp_(one.least, one.most)
+        values = torch._foreach_mul([one.offset for one in self.learned], [one.unit for one in self.learned])
+        torch._foreach_add_(values, [one.start for one in self.learned])
+        torch._foreach_copy_([one.parameter for one in self.learned], values)
 
     def _take_gradients(self) -> None:
-        for (weight, _, step), offset in zip(self.weights, self.offsets, strict=True):
-            offset.grad = None if weight.grad is None else weight.grad * step
-            weight.grad = None
+        """Give the offsets the gradients of their parameters."""
+        for one in self.learned:
+            one.offset.grad = None if one.parameter.grad is None else one.parameter.grad * one.unit
+            one.parameter.grad = None
 
     def _mixed(self, given: Environment, plain: Environment) -> Environment:
         return {node: self._drop(value, plain[node]) for node, value in given.items()}
@@ -156,8 +168,8 @@ def step_of(layer: QuantLayer, bits: int) -> Tensor:
     return layer.kind.from_rows(layer, values_by_scale(torch.ones_like(rows), scale)).contiguous()
 
 
-def _size(parameter: Tensor) -> float:
-    return max(float(parameter.detach().square().mean().sqrt()), 1e-6)
+def _size(parameter: Tensor) -> Tensor:
+    return parameter.detach().square().mean().sqrt().clamp_min(1e-6)
 
 
 def _energy(values: Values, node: Any) -> float:

@@ -1,0 +1,91 @@
+"""The section of the results page on pretrained ImageNet models: calibrated widths, and mixed plans."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from result_rows import Cells, table
+
+Row = dict[str, Any]
+CALIBRATED, MIXED = "imagenet-calibrated.json", "imagenet-mixed.json"
+EFFORTS = {"none": "round to nearest", "quick": "quick", "full": "full"}
+TEXT = """## Pretrained on ImageNet, calibrated
+
+Published weights, one file for all widths, no labels and no training pipeline: `calibrate` on images of the training
+set, first and last layers at 8 bits, weights and activations at the same width. Top-1 in percent on 2,000 images of the
+validation set; in brackets the difference to the float model. The standard error of one accuracy is near 1 point;
+models are compared on the same images. "agreement" is for how many images the answer is the float model's. Rows:
+`results/imagenet-calibrated.json`, by `python benchmarks/imagenet_calibrated.py`.
+"""
+MIXED_TEXT = """### Mixed plans at the bytes of uniform 4 bits
+
+Weights of 8, 6, 4, 3 or 2 bits by layer, activations of 8 bits, as many bytes as 4 bits for all weights. "measured" is
+`measured_search` on calibration images, "hessian" the search by Hessian traces, "random" the mean over random plans of
+the same bytes. "p" is McNemar's exact test against the uniform plan, on the same images. Rows:
+`results/imagenet-mixed.json`, by `python benchmarks/imagenet_mixed.py`.
+"""
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; none if it is not there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def section(rows: Iterable[Row], mixed: Iterable[Row]) -> str:
+    """Both tables; nothing if there are no rows."""
+    rows, mixed = list(rows), list(mixed)
+    parts = [f"{TEXT}\n{_calibrated(rows)}"] if rows else []
+    return "\n".join([*parts, *([f"{MIXED_TEXT}\n{_mixed(mixed)}"] if mixed else [])])
+
+
+def _calibrated(rows: list[Row]) -> str:
+    widths = sorted({int(bits) for row in rows for bits in row["top1"]}, reverse=True)
+    head = ["model", "scheme", "effort", "images", "float", *(f"{b} bits" for b in widths), "agreement", "s", "device"]
+    order = sorted(
+        rows, key=lambda row: (row["model"], row["scheme"], row["apart"], list(EFFORTS).index(row["effort"]))
+    )
+    return table(head, (_cells(row) for row in order))
+
+
+def _cells(row: Row) -> Cells:
+    effort = EFFORTS[row["effort"]] + (f", {row['iterations']} iterations" if row["iterations"] else "")
+    by_width = {f"{bits} bits": f"{top1:.2f} ({top1 - row['float_top1']:+.2f})" for bits, top1 in row["top1"].items()}
+    return {
+        "model": row["model"],
+        "scheme": f"`{row['scheme']}`" + (f", groups of {row['group_size']}" if row["group_size"] else ""),
+        "effort": effort + (", a file per width" if row["apart"] else ""),
+        "images": f"{row['images']:,}",
+        "float": f"{row['float_top1']:.2f}",
+        **by_width,
+        "agreement": " / ".join(f"{value:.1f}" for value in row["agreement"].values()),
+        "s": f"{row['seconds']:.0f}",
+        "device": row["device"] + (f", {row['threads']} threads" if row["device"] == "cpu" else ""),
+    }
+
+
+def _mixed(rows: list[Row]) -> str:
+    head = ["model", "effort", "method", "MB", "float", "uniform", "plan", "p", "images to search", "s"]
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row["model"], row["effort"], row["method"])):
+        groups.setdefault((row["model"], row["effort"], row["method"]), []).append(row)
+    return table(head, (_plan_cells(runs) for runs in groups.values()))
+
+
+def _plan_cells(runs: list[Row]) -> Cells:
+    """One plan, or the mean over several."""
+    first, several = runs[0], len(runs) > 1
+    mean = statistics.mean(row["top1"] for row in runs)
+    return {
+        "model": first["model"],
+        "effort": EFFORTS.get(first["effort"], first["effort"]),
+        "method": first["method"] + (f", mean of {len(runs)}" if several else ""),
+        "MB": f"{statistics.mean(row['bytes'] for row in runs) / 1e6:.2f}",
+        "float": f"{first['float_top1']:.2f}",
+        "uniform": f"{first['uniform_top1']:.2f}",
+        "plan": f"{mean:.2f}",
+        "p": "" if several else f"{first['p_value']:.1g}",
+        "images to search": str(first.get("samples", "")),
+        "s": f"{statistics.mean(row['seconds'] for row in runs):.0f}",
+    }
