@@ -283,6 +283,12 @@ def test_optional_packages_are_imported_where_they_are_needed() -> None:
     assert in_files(needless) == [], "import these inside the function that needs them"
 
 
+def test_one_file_opens_images() -> None:
+    """Whatever reads an image, for calibration or training, reads it in the same way."""
+    found = [p for p in files() if any(n.partition(".")[0] == "PIL" for n, _ in imported(ast.parse(p.read_text()), p))]
+    assert [path.relative_to(SOURCES).as_posix() for path in found] == ["images/decode.py"]
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
     assert in_files(unsafe) == []
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import bitdial
 from bitdial.cli import main
@@ -58,7 +58,7 @@ def test_eval_gives_accuracy_and_agreement_at_every_setting(place: Path, capsys:
     assert found["setting"] == ["accuracy", "95 % interval", "agrees with float"]
     images = bitdial.ImageBatches(place / "dev", SETTINGS, labels=place / "labels.json")
     live, plain = bitdial.load(place / "net.safetensors"), bitdial.build_model("cifar_resnet", **ARGUMENTS)
-    plain.load_state_dict(__import__("safetensors.torch").torch.load_file(place / "w.safetensors"))
+    plain.load_state_dict(load_file(place / "w.safetensors"))
     expected = predict(plain, images).classes
     assert found["float"][0] == f"{100 * bitdial.accuracy(plain, images.labelled()):.2f} %"
     seen = set()
@@ -81,6 +81,20 @@ def test_without_labels_and_weights_there_is_agreement_with_the_highest_width(
     assert found["8 bits"] == ["100.00 %"]
     assert "On 7 images of " in text
     assert ", without labels" in text
+
+
+def test_weights_without_metadata_are_of_the_model_of_the_file(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments are not the usual ones, and only the file has them."""
+    save_file(load_file(place / "w.safetensors"), tmp_path / "plain.safetensors")
+    words = ["eval", str(place / "net.safetensors"), "--images", str(place / "dev"), "--weights"]
+    found = []
+    for weights in (place / "w.safetensors", tmp_path / "plain.safetensors"):
+        assert main([*words, str(weights)]) == 0
+        found.append(rows(capsys.readouterr().out))
+    assert found[0]["setting"] == ["agrees with float"]
+    assert found[0] == found[1]
 
 
 def test_options_replace_what_the_file_says(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +140,7 @@ def test_wrong_input_is_explained(place: Path, tmp_path: Path, capsys: pytest.Ca
         (file, "--images", "nowhere"): "nowhere does not exist",
         (file, *images, "--data", "digits"): "--data and --images are different data",
         (file, "--labels", "x"): "--labels is for folders of images; give --images DIR too",
+        (file, "--crop", "8"): "--crop is for folders of images; give --images DIR too",
         (file, *images, "--labels", str(tmp_path / "far.csv")): "is of class 99, and the model has classes 0 to 4",
         (file, *images, "--labels", "folders"): "lies in no folder that would say its class",
         (file, *images, "--crop", "50"): "fewer than the crop of 50 x 50",

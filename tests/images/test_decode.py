@@ -9,7 +9,7 @@ import torch
 
 from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.images import ImageSettings
-from bitdial.images.decode import decode
+from bitdial.images.decode import cut_out, decode, open_image
 
 Image = pytest.importorskip("PIL.Image")
 Write = Callable[..., Path]
@@ -97,6 +97,19 @@ def test_an_image_lies_as_its_exif_entry_says(write: Write) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # show it turned by 90 degrees to the right
     np.testing.assert_array_equal(found(write("turned.png", values, exif=exif)), np.rot90(values, -1))
+    damaged = write("damaged.jpg", values, exif=b"Exif\x00\x00garbage that is no note")
+    assert open_image(damaged).size == (8, 8)
+
+
+def test_a_part_is_cut_out_and_scaled(write: Write) -> None:
+    values = pixels(11, 14)
+    image = open_image(write("a.png", values))
+    np.testing.assert_array_equal(cut_out(image, (3, 2, 11, 10), WHOLE).permute(1, 2, 0).numpy(), values[2:10, 3:11])
+    given = ImageSettings(resize=None, crop=8, order="BGR", interpolation="bilinear")
+    found = cut_out(image, (1, 0, 13, 11), given)
+    expected = np.asarray(Image.fromarray(values[0:11, 1:13]).resize((8, 8), Image.Resampling.BILINEAR))
+    assert (found.dtype, found.is_contiguous()) == (torch.uint8, True)
+    np.testing.assert_array_equal(found.permute(1, 2, 0).numpy(), expected[:, :, ::-1])
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path, write: Write) -> None:

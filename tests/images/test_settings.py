@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from bitdial.errors import ConfigError
-from bitdial.images import ImageSettings, settings_of_model, settings_of_weights
+from bitdial.images import ImageSettings, settings_of_model, settings_of_weights, stored_settings
 
 
 def test_settings_round_trip_through_json() -> None:
@@ -52,13 +52,29 @@ def test_weights_say_how_their_images_become_inputs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"w\.safetensors: what its metadata says of images is not usable: mean=1"):
         settings_of_weights(path)
     save_file(tensors, path, {"images": "{"})
-    with pytest.raises(ConfigError, match=r"w\.safetensors is not a safetensors file with readable metadata"):
+    with pytest.raises(ConfigError, match=r"w\.safetensors: its metadata has images that are not JSON"):
         settings_of_weights(path)
     path.write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="is not a safetensors file"):
         settings_of_weights(path)
     with pytest.raises(ConfigError, match="cannot read"):
         settings_of_weights(tmp_path / "missing")
+
+
+def test_artifacts_say_how_their_images_become_inputs() -> None:
+    given = ImageSettings(crop=32)
+    assert stored_settings({"image_settings": given.to_dict()}, "a.safetensors") == given
+    assert stored_settings({"top1": {}}, "a.safetensors") is None
+    for odd in (7, {"crop": "x"}, {"mean": [1]}, ["a"], {"nothing": 1}):
+        with pytest.raises(ConfigError, match=r"^a\.safetensors: what it says of images is not usable: "):
+            stored_settings({"image_settings": odd}, "a.safetensors")
+
+
+def test_pixels_become_inputs() -> None:
+    pixels = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
+    found = ImageSettings(mean=(1, 2, 3), std=(1, 2, 4)).inputs(pixels)
+    assert (found.dtype, found.flatten().tolist()) == (torch.float32, [9.0, 9.0, 6.75] * 2)
+    assert pixels.flatten().tolist() == [10, 20, 30] * 2
 
 
 def test_models_of_libraries_say_it_themselves() -> None:

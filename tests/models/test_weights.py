@@ -9,7 +9,7 @@ from torch import nn
 
 import bitdial
 from bitdial.errors import ConfigError
-from bitdial.models.weights import fill, read_weights
+from bitdial.models.weights import fill, read_metadata, read_weights
 
 
 def network() -> nn.Sequential:
@@ -23,6 +23,29 @@ def test_weights_go_in_whole(tmp_path: Path) -> None:
     fill(target, read_weights(tmp_path / "w.safetensors"), "net")
     for key, tensor in state.items():
         assert torch.equal(target.state_dict()[key], tensor.half().float()), key
+
+
+def test_some_may_be_kept_as_the_model_has_them(tmp_path: Path) -> None:
+    source, target = network(), network()
+    before = target.state_dict()["1.bias"].fill_(7).clone()
+    save_file({**source.state_dict(), "1.bias": torch.zeros(9)}, tmp_path / "w.safetensors")
+    weights = read_weights(tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=r"1\.bias is \(9,\)"):
+        fill(target, weights, "net", keep=["0.bias"])
+    fill(target, weights, "net", keep=["1.bias"])
+    assert torch.equal(target.state_dict()["1.bias"], before)
+    assert torch.equal(target.state_dict()["0.weight"], source.state_dict()["0.weight"])
+
+
+def test_metadata_say_what_the_weights_are_of(tmp_path: Path) -> None:
+    path, told = tmp_path / "w.safetensors", {"model": "net", "arguments": '{"a": 1}', "images": '{"crop": 32}'}
+    save_file({"a": torch.zeros(1)}, path, told)
+    found = read_metadata(path)
+    assert (found.path, found.model, found.arguments, found.images) == (path, "net", {"a": 1}, {"crop": 32})
+    assert read_weights(path).metadata == found
+    save_file({"a": torch.zeros(1)}, path)
+    found = read_metadata(path)
+    assert (found.model, found.arguments, found.images) == (None, {}, None)
 
 
 def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path: Path) -> None:

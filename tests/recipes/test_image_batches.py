@@ -1,6 +1,7 @@
 """Batches from folders: the same whoever reads them, and shares that make up the whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,17 @@ import pytest
 import torch
 
 from bitdial.errors import ConfigError
+from bitdial.images import ImageBatches, ImageSettings
 from bitdial.recipes.image_batches import (
     AREAS,
     RATIOS,
     EvaluationData,
     FolderData,
     MiddleCut,
-    Pixels,
     RandomCut,
     Reading,
     random_box,
+    settings_for,
     usual_workers,
 )
 from bitdial.recipes.image_folder import list_images
@@ -29,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def reading(workers: int = 0) -> Reading:
-    return Reading(16, Pixels(), workers, CPU)
+    return Reading(settings_for(16, ImageSettings()), workers, CPU)
 
 
 def same(one: Sample, other: Sample) -> bool:
@@ -65,14 +67,15 @@ def test_where_no_random_part_fits_the_middle_is_taken() -> None:
 def test_crops_depend_on_seed_epoch_and_index_alone() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8)
     image = Image.fromarray(pixels)
-    first = RandomCut(16, seed=1, epoch=2)(image, 3)
+    small, smaller = (settings_for(size, ImageSettings()) for size in (16, 8))
+    first = RandomCut(small, seed=1, epoch=2)(image, 3)
     assert (first.dtype, tuple(first.shape)) == (torch.uint8, (3, 16, 16))
-    assert torch.equal(first, RandomCut(16, seed=1, epoch=2)(image, 3))
-    for other in (RandomCut(16, 2, 2)(image, 3), RandomCut(16, 1, 3)(image, 3), RandomCut(16, 1, 2)(image, 4)):
+    assert torch.equal(first, RandomCut(small, seed=1, epoch=2)(image, 3))
+    for other in (RandomCut(small, 2, 2)(image, 3), RandomCut(small, 1, 3)(image, 3), RandomCut(small, 1, 2)(image, 4)):
         assert not torch.equal(first, other)
     lit = np.zeros((8, 8, 3), dtype=np.uint8)
     lit[:, :4] = 255  # the left half
-    found = torch.stack([RandomCut(8, seed=0, epoch=0)(Image.fromarray(lit), i).float() for i in range(200)])
+    found = torch.stack([RandomCut(smaller, seed=0, epoch=0)(Image.fromarray(lit), i).float() for i in range(200)])
     mirrored = float((found[..., -1] > found[..., 0]).any(dim=1).any(dim=1).float().mean())
     kept = float((found[..., -1] < found[..., 0]).any(dim=1).any(dim=1).float().mean())
     assert 0.6 < mirrored / kept < 1.6, "about half of those that show the edge are mirrored"
@@ -83,34 +86,31 @@ def test_evaluation_takes_the_middle() -> None:
     pixels = np.zeros((32, 64, 3), dtype=np.uint8)
     pixels[:, 30:34], pixels[:, :8], pixels[:, -8:] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
     for image, axis in ((Image.fromarray(pixels), 1), (Image.fromarray(pixels.transpose(1, 0, 2).copy()), 0)):
-        found = MiddleCut(28)(image, 0)
+        found = MiddleCut(settings_for(28, ImageSettings()))(image, 0)
         assert tuple(found.shape) == (3, 28, 28)
         assert int(found[1:].max()) == 0
         line = found[0].float().mean(dim=1 - axis)
         assert line.nonzero().flatten().tolist() == [12, 13, 14, 15]
 
 
-def test_pixels_become_inputs_in_the_order_of_the_file() -> None:
-    images = torch.tensor([10, 20, 30], dtype=torch.uint8).view(1, 3, 1, 1)
-    assert Pixels((1.0, 2.0, 3.0), (1.0, 2.0, 3.0)).inputs(images).flatten().tolist() == [9.0, 9.0, 9.0]
-    assert Pixels((1.0, 2.0, 3.0), (1.0, 2.0, 3.0), "BGR").inputs(images).flatten().tolist() == [
-        29.0,
-        9.0,
-        pytest.approx(7 / 3),
-    ]
-    pixels = Pixels((1.0, 2.0, 3.0), (4.0, 5.0, 6.0), "BGR")
-    assert Pixels.from_dict(pixels.to_dict(), "x") == pixels
-    good = pixels.to_dict()
-    for odd in (
-        None,
-        {},
-        {**good, "order": "GBR"},
-        {**good, "std": [1, 0, 1]},
-        {**good, "mean": [1, 2]},
-        {**good, "mean": "abc"},
-    ):
-        with pytest.raises(ConfigError, match="file does not say how pixels become inputs"):
-            Pixels.from_dict(odd, "file")
+def test_inputs_are_those_of_the_evaluation_on_any_folder(make_folder: Callable[..., Path]) -> None:
+    """What `bitdial eval --images` sees: accuracies are then of the same inputs, in any order of channels."""
+    folder = make_folder(classes=2, train=3) / "train"
+    for order in ("RGB", "BGR"):
+        settings = settings_for(28, ImageSettings(mean=(1, 2, 3), std=(4, 5, 6), order=order))
+        assert (settings.resize, settings.crop, settings.mean, settings.order) == (32, 28, (1, 2, 3), order)
+        held = EvaluationData(list_images(folder), Reading(settings, 0, CPU))
+        expected = ImageBatches(folder, settings, labels="folders")
+        assert expected.labels is not None
+        ((inputs, labels),) = held
+        assert torch.equal(inputs, expected[0])
+        assert torch.equal(labels, expected.labels)
+    data = FolderData(list_images(folder), Reading(settings, 0, CPU), batch_size=6, seed=0)
+    plain = FolderData(list_images(folder), Reading(replace(settings, order="RGB"), 0, CPU), batch_size=6, seed=0)
+    (turned,), (straight,) = data.batches(0), plain.batches(0)
+    scale, shift = (torch.tensor(values).view(3, 1, 1) for values in (settings.std, settings.mean))
+    given = [torch.as_tensor(one.inputs) * scale + shift for one in (turned, straight)]
+    torch.testing.assert_close(given[0], given[1].flip(1))
 
 
 def test_workers_and_a_late_start_change_nothing(make_folder: Callable[..., Path]) -> None:

@@ -18,8 +18,7 @@ from bitdial import load, read_artifact, set_bits
 from bitdial.cli import main
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.recipes import RECIPES, RecipeOptions, RecipeOutcome
-from bitdial.recipes.image_batches import EvaluationData, FolderData, Pixels, Reading
-from bitdial.recipes.image_folder import list_images
+from bitdial.recipes.image_batches import FolderData
 from bitdial.train import TrainConfig
 
 pytest.importorskip("PIL")
@@ -57,11 +56,11 @@ def row_of(out: Path) -> dict[str, Any]:
     return row
 
 
-def top1_of_file(path: Path, data: Path, pixels: Pixels, workers: int = 0) -> dict[str, float]:
+def top1_of_file(path: Path, data: Path) -> dict[str, float]:
     """What a live model of the file makes of the images in DATA/val."""
     live = load(path)
-    held = EvaluationData(list_images(data / "val"), Reading(32, pixels, workers, torch.device("cpu")))
-    batches = list(held)
+    settings = bitdial.ImageSettings.from_dict(read_artifact(path).metrics["image_settings"])
+    batches = bitdial.ImageBatches(data / "val", settings, labels="folders").labelled()
     found = {}
     for bits in read_artifact(path).bit_choices:
         set_bits(live, bits)
@@ -103,9 +102,9 @@ def test_end_to_end(
     assert sorted(path.name for path in out.iterdir()) == [artifact.name, "rows.json"], "no checkpoint is left"
     assert artifact.name.startswith(f"imagenet-mobilenet_v2-{row['start_from'][:8]}-epochs=2-")
     metrics = read_artifact(artifact).metrics
-    pixels = Pixels.from_dict(metrics["input"], "metrics")
-    assert (pixels.mean, metrics["input"]["size"]) == ((120.0, 110.0, 100.0), 32)
-    assert metrics["top1"] == top1_of_file(artifact, data, pixels)
+    assert metrics["image_settings"]["mean"] == [120.0, 110.0, 100.0]
+    assert metrics["image_settings"]["crop"] == 32
+    assert metrics["top1"] == top1_of_file(artifact, data)
     assert {bits: round(100 * top1, 2) for bits, top1 in metrics["top1"].items()} == row["top1"]
     course = json.loads(history.read_text())["rows"]
     assert [set(epoch["top1"]) for epoch in course] == [{"8", "2"}, {"8", "2"}], "each width after each epoch"
@@ -134,7 +133,7 @@ def test_from_a_file_that_was_trained_or_calibrated_before(
     codes = [read_artifact(outcome.artifact) for outcome in (first, second)]
     for name in codes[0].layers:
         assert torch.equal(codes[0].codes(name), codes[1].codes(name)), name  # at such a rate nothing moves
-    assert codes[1].metrics["input"] == codes[0].metrics["input"]
+    assert codes[1].metrics["image_settings"] == codes[0].metrics["image_settings"]
     taught = run(data, tmp_path / "taught", start_from=first.artifact, weights=weights, distill="teacher", seed=1)
     assert taught.float_top1 == first.float_top1
     for part in ("train", "val"):
@@ -212,7 +211,7 @@ CONFLICTS: list[tuple[dict[str, Any], str]] = [
     ({"cutout": 4}, "takes no --cutout"),
     ({"float_epochs": 4}, "takes no --float-epochs"),
     ({"distill": "teacher", "teacher": "resnet56"}, "takes no --teacher"),
-    ({"data": Path("nowhere")}, "cannot read nowhere/train"),
+    ({"data": Path("nowhere")}, "nowhere/train does not exist"),
 ]
 
 
@@ -255,7 +254,7 @@ def test_files_that_do_not_say_enough_are_refused(
         with pytest.raises(ConfigError, match=said):
             run(data, tmp_path / "run", start_from=path, **changes)
     outcome = run(data, tmp_path / "run", start_from=path, weights=make_weights(classes=2), batch=2)
-    assert outcome.metrics["input"]["mean"] == [120.0, 110.0, 100.0]
+    assert outcome.metrics["image_settings"]["mean"] == [120.0, 110.0, 100.0]
 
 
 @pytest.mark.slow
@@ -278,4 +277,4 @@ def test_two_processes_under_torchrun(
     assert (row["processes"], row["images"], row["classes"]) == (2, 32, 8)
     (artifact,) = out.glob("*.safetensors")
     metrics = read_artifact(artifact).metrics
-    assert metrics["top1"] == top1_of_file(artifact, data, Pixels.from_dict(metrics["input"], "metrics"))
+    assert metrics["top1"] == top1_of_file(artifact, data)

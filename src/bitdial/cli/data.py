@@ -16,7 +16,7 @@ from bitdial.cli.arguments import bits_setting
 from bitdial.dial.plan import LayerBits
 from bitdial.errors import BitdialError, ConfigError
 from bitdial.files.atomic import read_json
-from bitdial.images import ImageSettings
+from bitdial.images import stored_settings
 from bitdial.recipes import INPUT_SHAPES, TEST_DATA
 from bitdial.recipes.cifar10 import Split, cifar10_data, cifar10_test
 from bitdial.recipes.digits import digits_data
@@ -102,9 +102,8 @@ def _parts_of_training_set(choice: str | None, artifact: Artifact) -> tuple[Spli
 
 def sample_input(shape: tuple[int, ...] | None, artifact: Artifact) -> Tensor:
     """One empty image, to count a model's operations on: of `shape`, by default what the file or its recipe says."""
-    if shape is None and (images := artifact.metrics.get("image_settings")) is not None:
-        crop = ImageSettings.from_dict(images).crop
-        shape = (3, crop, crop)
+    if shape is None and (images := stored_settings(artifact.metrics, "the file")) is not None:
+        shape = (3, images.crop, images.crop)
     shape = shape or INPUT_SHAPES.get(recipe_of(artifact) or "")
     if shape is None:
         raise ConfigError("the file does not say what its inputs look like; pass --input, such as --input 3x32x32")

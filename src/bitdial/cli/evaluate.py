@@ -24,7 +24,8 @@ def run_eval(options: argparse.Namespace) -> None:
             raise ConfigError("--data and --images are different data; give one of them")
         images.run_eval(options)
         return
-    if given := [name for name in ("labels", "count", "model", "weights") if getattr(options, name) is not None]:
+    given = [name for name in ("labels", "count", "model", "weights") if getattr(options, name) is not None]
+    if given := given + images.given_settings(options):
         raise ConfigError(f"--{given[0]} is for folders of images; give --images DIR too, or leave it out")
     artifact = read_artifact(options.file)
     settings = [(setting, resolve_setting(setting, artifact)) for setting in options.bits or artifact.bit_choices]

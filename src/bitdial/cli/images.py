@@ -1,8 +1,9 @@
-"""Folders of images on the command line: their settings, and `bitdial eval FILE --images DIR`."""
+"""Folders of images on the command line: settings, the float model of a file, and `bitdial eval FILE --images DIR`."""
 
 import argparse
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,20 +14,19 @@ from bitdial.cli.data import fitting
 from bitdial.cli.tables import percent, setting_label, show_table
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError
-from bitdial.images import ImageBatches, ImageSettings, settings_of_model, settings_of_weights
+from bitdial.images import ImageBatches, ImageSettings, settings_of_model, settings_of_weights, stored_settings
 from bitdial.live.load import load
+from bitdial.live.skeleton import built
 from bitdial.models.by_name import model_by_name
+from bitdial.models.weights import fill, read_weights
 from bitdial.recipes.classes import Judged, Predicted, judge, predict
 from bitdial.report.numbers import Samples, interval_text
-
-STORED = "image_settings"  # in a file's metrics
 
 
 def chosen_settings(options: argparse.Namespace, *known: ImageSettings | None) -> ImageSettings:
     """The first of the `known` settings that is not None, else the usual ones, with what `options` say instead."""
     base = next((one for one in known if one is not None), ImageSettings())
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(ImageSettings) if f.name in options}
-    return dataclasses.replace(base, **given)
+    return dataclasses.replace(base, **{name: getattr(options, name) for name in given_settings(options)})
 
 
 def settings_of(model: nn.Module | None, weights: str | os.PathLike[str] | None) -> list[ImageSettings | None]:
@@ -37,20 +37,18 @@ def settings_of(model: nn.Module | None, weights: str | os.PathLike[str] | None)
     ]
 
 
-def stored_settings(artifact: Artifact) -> ImageSettings | None:
-    """What the file says of images; None if it says nothing, ConfigError if it is nothing usable."""
-    values = artifact.metrics.get(STORED)
-    return None if values is None else ImageSettings.from_dict(values)
-
-
 def run_eval(options: argparse.Namespace) -> None:
     """The command `eval` on a folder of images."""
     artifact = read_artifact(options.file)
     settings = [(s, resolve_setting(s, artifact)) for s in options.bits or (*artifact.bit_choices, *artifact.plans)]
-    model = _float_model(options, artifact)
+    model = float_model(options, artifact, options.weights)
     images = ImageBatches(
         options.images,
-        chosen_settings(options, stored_settings(artifact), *settings_of(model, options.weights)),
+        chosen_settings(
+            options,
+            stored_settings(artifact.metrics, options.file),
+            *settings_of(model, weights_of(options, options.weights)),
+        ),
         batch_size=options.batch_size,
         count=options.count,
         labels=options.labels,
@@ -82,22 +80,38 @@ def _reference(
     options: argparse.Namespace, model: nn.Module | None, live: nn.Module, images: ImageBatches, artifact: Artifact
 ) -> tuple[Predicted, str]:
     """What the settings are compared with, and its name: the float model if it has weights, else the highest width."""
-    if model is not None and (options.weights is not None or str(options.model).endswith(".safetensors")):
+    if model is not None and weights_of(options, options.weights) is not None:
         return predict(model.to(options.device), images, label="float", progress=True), "float"
     set_bits(live, artifact.bit_choices[0])
     name = setting_label(artifact.bit_choices[0])
     return predict(live, images, label=name, progress=True), name
 
 
-def _float_model(options: argparse.Namespace, artifact: Artifact) -> nn.Module | None:
-    """The model that `--model` and `--weights` name; None where the file alone will do."""
+def float_model(options: argparse.Namespace, artifact: Artifact, weights: Path | None) -> nn.Module | None:
+    """The model that `--model` and `weights` name; None where the file alone will do."""
     stored: Any = artifact.metrics.get("model")
     architecture = artifact.manifest["architecture"]
     name = options.model or (architecture["name"] if architecture else stored)
-    if options.model is None and options.weights is None:
+    if options.model is None and weights is None:
         if architecture is None and isinstance(stored, str):
             raise ConfigError(f"{options.file} is of the model {stored}; pass --model {stored}")
         return None
     if not isinstance(name, str):
         raise ConfigError(f"{options.file} does not say which model it is of; name it with --model")
-    return model_by_name(name, options.weights, classes=options.classes)[0]
+    if options.model is None and architecture is not None and weights is not None:
+        content = read_weights(weights)
+        if content.metadata.model is None:  # then the file knows best
+            model = built(artifact)
+            fill(model, content, name)
+            return model.eval()
+    return model_by_name(name, weights, classes=options.classes)[0]
+
+
+def weights_of(options: argparse.Namespace, weights: Path | None) -> Path | None:
+    """The file that the model of `float_model` has its weights from; None if its values are random."""
+    return Path(options.model) if weights is None and str(options.model).endswith(".safetensors") else weights
+
+
+def given_settings(options: argparse.Namespace) -> list[str]:
+    """The names of the image settings that `options` has."""
+    return [f.name for f in dataclasses.fields(ImageSettings) if f.name in options]

@@ -9,6 +9,7 @@ from bitdial.cli.tables import percent, show_table, stored_accuracies
 from bitdial.errors import ConfigError
 from bitdial.functional import scheme_of
 from bitdial.images import ImageSettings
+from bitdial.images.settings import STORED
 from bitdial.recipes.run import describe_images
 
 
@@ -55,7 +56,7 @@ def _facts(artifact: Artifact, size: dict[str, Any]) -> list[list[str]]:
         ["norms", _describe_norms(size)],
         ["plans", ", ".join(artifact.plans) or "none"],
         ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
-        *_describe_inputs(artifact.metrics.get("image_settings")),
+        *_describe_inputs(artifact.metrics.get(STORED)),
         ["made by", _describe_run(artifact.metrics.get("run"))],
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
         ["digest", f"{artifact.digest} (checked)"],

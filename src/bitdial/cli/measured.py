@@ -4,20 +4,20 @@ import argparse
 from collections.abc import Mapping
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from bitdial.artifact import Artifact, read_artifact
 from bitdial.cli.data import fitting, held_out_data
+from bitdial.cli.images import chosen_settings, float_model, given_settings, settings_of, weights_of
 from bitdial.cli.search_settings import costs_of, fastest_device, keep_plans, plan_name, search_settings
 from bitdial.cli.tables import bits_text, number, show_table
 from bitdial.errors import ConfigError
+from bitdial.images import ImageBatches, stored_settings
 from bitdial.live.load import load, load_trainable
-from bitdial.live.skeleton import built
 from bitdial.planning import MeasuredSearch, measured_search
 
 BATCH = {"cuda": 256, "cpu": 16}  # what is fastest there
+SAMPLES = 1024
 STOPPED = {
     "done": "no step or swap helps",
     "patience": "many swaps in a row did not help",
@@ -27,10 +27,12 @@ STOPPED = {
 
 def check_measuring(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not go together: some are for --measure, some for sensitivities."""
-    measuring = ("data", "samples", "seconds", "reference", "seed")
+    measuring = ("data", "images", "samples", "count", "seconds", "reference", "model", "classes", "seed")
     given = [name for name in measuring if getattr(options, name) is not None]
+    given += given_settings(options)
     if given and not options.measure:
         raise ConfigError(f"--{given[0]} is for searches that measure; add --measure, or leave it out")
+    _check_data(given, {"count", *given_settings(options)})
     if options.measure and (options.sensitivity is not None or options.objective != "error"):
         odd = "--sensitivity" if options.sensitivity is not None else "--objective"
         raise ConfigError(f"{odd} is for searches by sensitivities; leave it out, or --measure")
@@ -38,19 +40,29 @@ def check_measuring(options: argparse.Namespace) -> None:
         raise ConfigError("--input is for searches without data; with --measure, the data says it")
 
 
+def _check_data(given: list[str], of_images: set[str]) -> None:
+    """Raise ConfigError if the options `given` are for data and for folders of images."""
+    if "images" not in given:
+        if odd := [name for name in given if name in of_images]:
+            raise ConfigError(f"--{odd[0]} is for folders of images; give --images DIR too, or leave it out")
+        return
+    if "data" in given:
+        raise ConfigError("--data and --images are different data; give one of them")
+    if odd := [name for name in given if name in ("samples", "seed")]:
+        raise ConfigError(f"--{odd[0]} is for --data; of a folder of images, --count N are taken, evenly spread")
+
+
 def find_measured_plans(options: argparse.Namespace, combined: list[dict[str, float]]) -> None:
     """Find a plan for each of the budgets; print, write and store them."""
     artifact = read_artifact(options.file)
-    x = held_out_data(options.data, artifact)[0]
-    generator = torch.Generator().manual_seed(options.seed or 0)
-    x = x[torch.randperm(len(x), generator=generator)[: options.samples or 1024]]
-    costs = costs_of(options, load_trainable(artifact), x[:1])
-    settings = search_settings(options, artifact)
     device = fastest_device()
-    reference = None if options.reference is None else _float_model(options, artifact).to(device)
-    live = load(artifact, device=device, kernels="float")  # as in training
-    batches = list(x.to(device).split(BATCH[device.type]))
-    with fitting(x), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    model = float_model(options, artifact, options.reference)
+    batches = _inputs(options, artifact, model, device)
+    costs = costs_of(options, load_trainable(artifact, model), batches[0][:1].cpu())
+    settings = search_settings(options, artifact)
+    live = load(artifact, model, device=device, kernels="float")  # as in training
+    reference = None if model is None or weights_of(options, options.reference) is None else model.to(device)
+    with fitting(batches[0]), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         found = {
             options.name or plan_name(budgets): measured_search(
                 live, batches, costs, budgets,
@@ -59,20 +71,29 @@ def find_measured_plans(options: argparse.Namespace, combined: list[dict[str, fl
             for budgets in combined
         }  # fmt: skip
     _show_plans(options, found)
+    if reference is None:
+        print("The file has no float model to compare with; --reference with its float weights brings it")
     keep_plans(options, found)
 
 
-def _float_model(options: argparse.Namespace, artifact: Artifact) -> nn.Module:
-    """The file's model with the float weights that --reference names."""
-    model = built(artifact)
-    try:
-        model.load_state_dict(load_file(options.reference))
-    except (OSError, SafetensorError, RuntimeError) as problem:
-        raise ConfigError(
-            f"--reference {options.reference}: not a .safetensors file with the float weights of the file's model "
-            f"({problem})"[:500]
-        ) from problem
-    return model.eval()
+def _inputs(
+    options: argparse.Namespace, artifact: Artifact, model: nn.Module | None, device: torch.device
+) -> list[Tensor]:
+    """The inputs that `--data` or `--images` names, in batches on `device`."""
+    size = BATCH[device.type]
+    if options.images is None:
+        x = held_out_data(options.data, artifact)[0]
+        generator = torch.Generator().manual_seed(options.seed or 0)
+        x = x[torch.randperm(len(x), generator=generator)[: options.samples or SAMPLES]]
+        return list(x.to(device).split(size))
+    known = [
+        stored_settings(artifact.metrics, options.file),
+        *settings_of(model, weights_of(options, options.reference)),
+    ]
+    settings, count = chosen_settings(options, *known), options.count or SAMPLES
+    images = ImageBatches(options.images, settings, batch_size=size, count=count, device=device)
+    print(f"Images: {images.settings}")
+    return list(images)
 
 
 def _show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]) -> None:
@@ -91,5 +112,3 @@ def _show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]
     show_table("Bits by layer", ["layer", *found], layers)
     for name, one in found.items():
         print(f"{name}: ended after {one.seconds:.0f} s, since {STOPPED[one.stopped]}")
-    if options.reference is None:
-        print("The file has no float model to compare with; --reference with its float weights brings it")

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from bitdial.cli.arguments import file_argument, layer_list, pin, plan_name, positive, seconds, seed, shape
+from bitdial.cli.image_options import setting_arguments
 
 # As in the library, which would take a second to import; tests/cli/test_parser.py compares.
 OBJECTIVES = ("error", "bits")
@@ -113,6 +114,8 @@ def _measure_arguments(search: argparse.ArgumentParser) -> None:
     )
     measure.add_argument("--samples", type=positive, help="how many of them, at random (default: 1024)")
     measure.add_argument("--seed", type=seed, help="of the samples (default: 0)")
+    measure.add_argument("--images", type=Path, metavar="DIR", help="a folder of images to measure on, instead of data")
+    measure.add_argument("--count", type=positive, metavar="N", help="images, evenly spread (default: 1024)")
     measure.add_argument("--seconds", type=seconds, metavar="S", help="time limit for each plan; then the best so far")
     measure.add_argument(
         "--reference",
@@ -121,6 +124,15 @@ def _measure_arguments(search: argparse.ArgumentParser) -> None:
         help="a .safetensors file with the float weights of the model, to compare with (default: the file at its "
         "highest width)",
     )
+    measure.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the float model, for files of models from elsewhere: torchvision:NAME, timm:NAME",
+    )
+    measure.add_argument(
+        "--classes", type=positive, metavar="N", help="of --model, if it has another number than usual"
+    )
+    setting_arguments(search)
 
 
 def _search_arguments(parser: argparse.ArgumentParser) -> None:

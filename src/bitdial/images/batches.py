@@ -96,9 +96,7 @@ class ImageBatches(Sequence[Tensor]):
         """A batch of inputs."""
         if isinstance(place, slice):
             return [self[number] for number in range(*place.indices(len(self)))]
-        pixels = self.pixels(place).to(self.device)
-        mean, std = (torch.tensor(v, device=self.device).view(3, 1, 1) for v in (self.settings.mean, self.settings.std))
-        return pixels.float().sub_(mean).div_(std)
+        return self.settings.inputs(self.pixels(place).to(self.device))
 
     def pixels(self, place: int) -> Tensor:
         """The pixels of a batch, uint8 (batch, 3, crop, crop), as they are before normalisation."""

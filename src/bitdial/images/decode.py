@@ -1,10 +1,11 @@
-"""One image file to pixels. The only file that imports Pillow.
+"""One image file to pixels. The only file that imports Pillow; the extra is `images`.
 
 Whatever the file is (grey, palette, CMYK, with alpha, 16 bits, turned by its EXIF entry), the pixels are 8-bit RGB, as
-people see them. Alpha is dropped, as training pipelines do.
+people see them. Alpha is dropped, as training pipelines do. An EXIF entry that is damaged is ignored.
 """
 
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # By these endings a file counts as an image.
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels; right and bottom are beyond the last
 SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 
 
@@ -36,6 +38,18 @@ def decode(path: Path, settings: ImageSettings) -> tuple[Tensor, bool]:
 
     ConfigError names the file if it cannot be read, or is smaller than the crop where nothing is resized.
     """
+    image = open_image(path)
+    small = min(image.size) < settings.crop
+    if small and settings.resize is None:
+        raise ConfigError(
+            f"{path} has {image.width} x {image.height} pixels, fewer than the crop of {settings.crop} x "
+            f"{settings.crop}; allow resizing, or choose a smaller crop"
+        )
+    return middle(image, settings), small
+
+
+def open_image(path: Path) -> "Image":
+    """The image at `path` as Pillow has it, 8-bit RGB, upright; ConfigError names a file that cannot be read so."""
     require_pillow()
     from PIL import Image
 
@@ -43,16 +57,25 @@ def decode(path: Path, settings: ImageSettings) -> tuple[Tensor, bool]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata, and of sizes below the limit that is an error
             with Image.open(path) as file:
-                image = _eight_bit_rgb(file, path)
+                file.load()
+                return _eight_bit_rgb(file, path)
     except ConfigError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as problem:
         raise ConfigError(f"{path} cannot be read as an image: {problem}; replace it, or take it out") from problem
-    enlarged = min(image.size) < settings.crop
-    pixels = np.array(_cropped(_resized(image, settings, path), settings.crop))
-    if settings.order == "BGR":
-        pixels = pixels[:, :, ::-1]
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))), enlarged
+
+
+def middle(image: "Image", settings: ImageSettings) -> Tensor:
+    """The middle of `image`, made smaller to `resize` or larger to `crop`: uint8 (3, crop, crop) in `order`."""
+    image = _resized(image, settings)
+    crop = settings.crop
+    left, top = (round((side - crop) / 2) for side in image.size)
+    return _pixels(image.crop((left, top, left + crop, top + crop)), settings)
+
+
+def cut_out(image: "Image", box: Box, settings: ImageSettings) -> Tensor:
+    """The part of `image` in `box`, scaled to the size of the crop: uint8 (3, crop, crop) in `order`."""
+    return _pixels(_scaled(image.crop(box), (settings.crop, settings.crop), settings), settings)
 
 
 def _eight_bit_rgb(file: "Image", path: Path) -> "Image":
@@ -60,7 +83,8 @@ def _eight_bit_rgb(file: "Image", path: Path) -> "Image":
     from PIL import Image, ImageOps
 
     kind = file.format
-    file = ImageOps.exif_transpose(file)
+    with suppress(ValueError, TypeError, KeyError, SyntaxError, OSError, EOFError):  # an entry that is damaged
+        file = ImageOps.exif_transpose(file)
     if file.mode in SIXTEEN_BITS or (file.mode == "I" and kind in ("PNG", "PPM")):
         values = np.asarray(file).astype(np.int64)
         grey = Image.fromarray(((values + 128) // 257).clip(0, 255).astype(np.uint8))
@@ -74,25 +98,24 @@ def _eight_bit_rgb(file: "Image", path: Path) -> "Image":
     return file.convert("RGB")
 
 
-def _resized(image: "Image", settings: ImageSettings, path: Path) -> "Image":
-    """The image made smaller to `resize`, or larger to `crop`, or as it is."""
-    from PIL import Image
-
+def _resized(image: "Image", settings: ImageSettings) -> "Image":
+    """The image with its shorter side made smaller to `resize`, or larger to `crop`, or as it is."""
     short, crop = min(image.size), settings.crop
-    if settings.resize is None:
-        if short < crop:
-            raise ConfigError(
-                f"{path} has {image.width} x {image.height} pixels, fewer than the crop of {crop} x {crop}; allow "
-                "resizing, or choose a smaller crop"
-            )
-        return image
-    target = settings.resize if short > settings.resize else crop if short < crop else short
+    target = settings.resize if settings.resize and short > settings.resize else crop if short < crop else short
     if target == short:
         return image
     width, height = (target if side == short else int(target * side / short) for side in image.size)
-    return image.resize((width, height), Image.Resampling[settings.interpolation.upper()])
+    return _scaled(image, (width, height), settings)
 
 
-def _cropped(image: "Image", crop: int) -> "Image":
-    left, top = (round((side - crop) / 2) for side in image.size)
-    return image.crop((left, top, left + crop, top + crop))
+def _scaled(image: "Image", size: tuple[int, int], settings: ImageSettings) -> "Image":
+    from PIL import Image
+
+    return image.resize(size, Image.Resampling[settings.interpolation.upper()])
+
+
+def _pixels(image: "Image", settings: ImageSettings) -> Tensor:
+    pixels = np.array(image)
+    if settings.order == "BGR":
+        pixels = pixels[:, :, ::-1]
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))

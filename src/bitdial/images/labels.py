@@ -24,7 +24,7 @@ def read_labels(source: str | Path, folder: Path, names: Sequence[str]) -> Tenso
     with the folder's name counts, or else the one that has all the images.
     """
     if source == FOLDERS:
-        return _of_folders(folder, names)
+        return classes_by_folder(folder, names)
     path = Path(source)
     tables = [_csv(path)] if path.suffix.lower() == ".csv" else _splits(path, folder.resolve().name)
     missing: list[str] = []
@@ -52,7 +52,11 @@ def class_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _of_folders(folder: Path, names: Sequence[str]) -> Tensor:
+def classes_by_folder(folder: Path, names: Sequence[str]) -> Tensor:
+    """The class of each of the images `names` of `folder`, int64: the number of the folder in it that the image is in.
+
+    It may lie deeper than that. ConfigError names an image that lies in no folder.
+    """
     if loose := [name for name in names if "/" not in name]:
         raise ConfigError(
             f"{folder / loose[0]} lies in no folder that would say its class; put it there, or give a file"

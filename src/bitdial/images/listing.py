@@ -27,11 +27,11 @@ def image_names(folder: Path) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inner = Path(place).relative_to(folder).as_posix()
+        prefix = "" if inner == "." else f"{inner}/"
         for name in files:
-            if name.startswith("."):
-                continue
-            relative = Path(place, name).relative_to(folder).as_posix()
-            (found if name.lower().endswith(ENDINGS) else others).append(relative)
+            if not name.startswith("."):
+                (found if name.lower().endswith(ENDINGS) else others).append(prefix + name)
     if not found:
         there = f"; it has {len(others)} other files, such as {min(others)}" if others else ""
         raise ConfigError(f"{folder} has no images ({', '.join(ENDINGS)}){there}; name a folder of images")

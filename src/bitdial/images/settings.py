@@ -1,21 +1,22 @@
 """How an image becomes an input: its size, its normalisation, the order of its channels."""
 
-import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from bitdial.config import Config, check_choice
 from bitdial.errors import ConfigError
+from bitdial.models.weights import WeightsMetadata, read_metadata
 
 ORDERS = ("RGB", "BGR")
 INTERPOLATIONS = ("bicubic", "bilinear", "lanczos", "nearest")
 LARGEST = 1 << 14  # pixels of a side
-METADATA = "images"  # the key of a weights file's metadata that has settings, as JSON
+STORED = "image_settings"  # the key of an artifact's metrics that has settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +59,36 @@ class ImageSettings(Config):
         """The settings as JSON values."""
         return {**super().to_dict(), "mean": list(self.mean), "std": list(self.std)}
 
+    def inputs(self, pixels: Tensor) -> Tensor:
+        """`pixels`, uint8 (batch, 3, height, width) in `order`, normalised: float32 on the same device."""
+        mean, std = (torch.tensor(values, device=pixels.device).view(3, 1, 1) for values in (self.mean, self.std))
+        return pixels.float().sub_(mean).div_(std)
+
     def __str__(self) -> str:
         size = "no resizing" if self.resize is None else f"shorter side to {self.resize} at most ({self.interpolation})"
         mean, std = (" ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
         return f"{size}, centre {self.crop} x {self.crop}, {self.order}, mean {mean}, std {std}"
 
 
-def settings_of_weights(path: str | os.PathLike[str]) -> ImageSettings | None:
-    """The settings in the metadata of a safetensors file of weights, under "images"; None if it says nothing of them.
+def settings_of_weights(source: str | os.PathLike[str] | WeightsMetadata) -> ImageSettings | None:
+    """The settings in the metadata of a safetensors file of weights; None if it says nothing of images.
 
     tools/imagenet_weights.py writes such files. What the metadata leaves out has its default.
     """
+    metadata = source if isinstance(source, WeightsMetadata) else read_metadata(source)
+    return _usable(metadata.images, f"{metadata.path}: what its metadata says of images")
+
+
+def stored_settings(metrics: Mapping[str, Any], source: object) -> ImageSettings | None:
+    """The settings in the metrics of an artifact; None if it has none. `source` names the file in errors."""
+    return _usable(metrics.get(STORED), f"{source}: what it says of images")
+
+
+def _usable(values: Any, what: str) -> ImageSettings | None:
     try:
-        with safe_open(path, "pt") as file:
-            text = (file.metadata() or {}).get(METADATA)
-        values = None if text is None else json.loads(text)
-    except OSError as problem:
-        raise ConfigError(f"cannot read {path}: {problem.strerror or problem}") from problem
-    except (SafetensorError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path} is not a safetensors file with readable metadata: {problem}") from problem
-    if values is None:
-        return None
-    try:
-        return ImageSettings.from_dict(values)
+        return None if values is None else ImageSettings.from_dict(values)
     except ConfigError as problem:
-        raise ConfigError(f"{path}: what its metadata says of images is not usable: {problem}") from problem
+        raise ConfigError(f"{what} is not usable: {problem}") from problem
 
 
 def settings_of_model(model: nn.Module) -> ImageSettings | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.models import MODELS, build_model
-from bitdial.models.weights import WeightsFile, fill, read_weights
+from bitdial.models.weights import WeightsMetadata, fill, read_weights
 
 FORMS = "a model of bitdial (mobilenet_v2), torchvision:NAME, timm:NAME, or a .safetensors file that names its model"
 
@@ -29,19 +29,21 @@ def model_by_name(
         weights = name
     found = None if weights is None else read_weights(weights)
     if name == weights:
-        if found is None or found.model is None:
+        if found is None or found.metadata.model is None:
             raise ConfigError(f"{name} does not say which model its weights are of; name it, and give --weights {name}")
-        name = found.model
+        name = found.metadata.model
     library, sign, inner = name.partition(":")
     if sign and library not in LIBRARIES:
         raise ConfigError(f"model {name!r} is not known; give {FORMS}")
-    model = LIBRARIES[library](inner, classes) if sign else _own(name, found, classes)
+    model = (
+        LIBRARIES[library](inner, classes) if sign else _own(name, None if found is None else found.metadata, classes)
+    )
     if found is not None:
         fill(model, found, name)
     return model.eval(), name
 
 
-def _own(name: str, weights: WeightsFile | None, classes: int | None) -> nn.Module:
+def _own(name: str, weights: WeightsMetadata | None, classes: int | None) -> nn.Module:
     """One of bitdial's models, with the arguments that the metadata of its weights gives."""
     if name not in MODELS:
         raise ConfigError(f"model {name!r} is not known{_guess(name, list(MODELS))}; give {FORMS}")

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,50 +17,24 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bitdial.errors import ConfigError
-from bitdial.recipes.image_folder import Box, ImageList, cut_out, open_image
+from bitdial.images import ImageSettings
+from bitdial.images.decode import Box, cut_out, middle, open_image
+from bitdial.recipes.image_folder import ImageList
 from bitdial.train.data import Sample, rank_share
 
 AREAS = (0.08, 1.0)  # of a random part, as a share of the image
 RATIOS = (3 / 4, 4 / 3)  # width over height
 TRIES = 10
 EVALUATED = 128  # images in a batch of evaluation
-SHORT_SIDE = 256 / 224  # of an image, relative to the square that is cut out of its middle
+SHORT_SIDE = 256 / 224  # of an image to evaluate on, relative to the square that is cut out of its middle
 
-Cut = Callable[[Any, int], Tensor]  # a picture and its index to uint8 (3, size, size)
+Cut = Callable[[Any, int], Tensor]  # a picture and its index to uint8 (3, crop, crop)
 
 
-@dataclass(frozen=True)
-class Pixels:
-    """How pixels of 0 to 255 become inputs: (pixel - mean) / std for each channel, the channels in `order`."""
-
-    mean: tuple[float, ...] = (123.675, 116.28, 103.53)
-    std: tuple[float, ...] = (58.395, 57.12, 57.375)
-    order: str = "RGB"
-
-    @classmethod
-    def from_dict(cls, values: Any, source: object) -> "Pixels":
-        """From what `to_dict` gives; ConfigError names `source` if that is something else."""
-        try:
-            mean, std = (tuple(float(value) for value in values[name]) for name in ("mean", "std"))
-            sizes_fit = len(mean) == len(std) == 3 and all(0 < value < math.inf for value in std)
-            if not sizes_fit or not all(map(math.isfinite, mean)) or values["order"] not in ("RGB", "BGR"):
-                raise ValueError("three numbers each are expected, those of std above 0, and the order RGB or BGR")
-        except (KeyError, TypeError, ValueError) as problem:
-            raise ConfigError(
-                f"{source} does not say how pixels become inputs ({problem!r}): {values!r:.80}"
-            ) from problem
-        return cls(mean, std, values["order"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return {"mean": list(self.mean), "std": list(self.std), "order": self.order}
-
-    def inputs(self, images: Tensor) -> Tensor:
-        """uint8 (count, 3, height, width) in red, green, blue to float32, on its device."""
-        mean, std = (torch.tensor(v, device=images.device).view(3, 1, 1) for v in (self.mean, self.std))
-        found = images.float().sub_(mean if self.order == "RGB" else mean.flip(0))
-        found = found.div_(std if self.order == "RGB" else std.flip(0))
-        return found if self.order == "RGB" else found.flip(1)
+def settings_for(size: int, inputs: ImageSettings) -> ImageSettings:
+    """Inputs of `size`, normalised as `inputs` says: the shorter side of images to evaluate on is 256/224 of it."""
+    resize = max(size, round(size * SHORT_SIDE))
+    return replace(inputs, resize=resize, crop=size, interpolation="bilinear")
 
 
 def random_box(width: int, height: int, draws: np.random.Generator) -> Box:
@@ -84,31 +58,26 @@ def random_box(width: int, height: int, draws: np.random.Generator) -> Box:
 class RandomCut:
     """The training's: a random part, mirrored every other time, by (seed, epoch, index)."""
 
-    size: int
+    settings: ImageSettings
     seed: int
     epoch: int
 
     def __call__(self, image: Any, index: int) -> Tensor:
-        """uint8 (3, size, size)."""
+        """uint8 (3, crop, crop)."""
         draws = np.random.default_rng((self.seed, self.epoch, index))
-        found = cut_out(image, random_box(image.width, image.height, draws), (self.size, self.size))
+        found = cut_out(image, random_box(image.width, image.height, draws), self.settings)
         return found.flip(2) if draws.random() < 0.5 else found
 
 
 @dataclass(frozen=True)
 class MiddleCut:
-    """The evaluation's: scaled so that the short side is 256/224 of `size`, then the middle."""
+    """The evaluation's: the middle, as `bitdial eval --images` takes it."""
 
-    size: int
+    settings: ImageSettings
 
     def __call__(self, image: Any, index: int) -> Tensor:
-        """uint8 (3, size, size)."""
-        short = max(self.size, round(self.size * SHORT_SIDE))
-        scale = short / min(image.width, image.height)
-        width, height = (max(short, round(side * scale)) for side in (image.width, image.height))
-        whole = cut_out(image, (0, 0, image.width, image.height), (width, height))
-        top, left = (height - self.size) // 2, (width - self.size) // 2
-        return whole[:, top : top + self.size, left : left + self.size].contiguous()
+        """uint8 (3, crop, crop)."""
+        return middle(image, self.settings)
 
 
 class _Items(Dataset[Any]):
@@ -141,10 +110,9 @@ def _ignore_signals(worker: int) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read: to squares of which size, to which inputs, by how many workers, for which device."""
+    """How images are read: to which inputs, by how many workers, for which device."""
 
-    size: int
-    pixels: Pixels
+    settings: ImageSettings
     workers: int
     device: torch.device
 
@@ -164,7 +132,7 @@ class Reading:
                 raise ConfigError(batch)
             pictures, labels, index = batch
             pictures, labels = (tensor.to(self.device, non_blocking=True) for tensor in (pictures, labels))
-            yield Sample(self.pixels.inputs(pictures), labels, index)
+            yield Sample(self.settings.inputs(pictures), labels, index)
 
 
 class FolderData:
@@ -190,7 +158,7 @@ class FolderData:
         order = torch.randperm(len(self.images), generator=generator)
         whole = order[: len(self) * self.batch_size].view(len(self), self.batch_size)[start:]
         shares = [rank_share(index, rank, world).tolist() for index in whole]
-        yield from self.reading.load(self.images, RandomCut(self.reading.size, self.seed, epoch), shares)
+        yield from self.reading.load(self.images, RandomCut(self.reading.settings, self.seed, epoch), shares)
 
 
 class EvaluationData:
@@ -202,7 +170,7 @@ class EvaluationData:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = [self.mine[start : start + EVALUATED] for start in range(0, len(self.mine), EVALUATED)]
-        for sample in self.reading.load(self.images, MiddleCut(self.reading.size), batches):
+        for sample in self.reading.load(self.images, MiddleCut(self.reading.settings), batches):
             assert isinstance(sample.inputs, Tensor)
             yield sample.inputs, sample.targets
 

@@ -5,9 +5,9 @@
 The defaults are the paper's (section 4.1, "Setup"): a float network that is trained already, Adam, learning rate 5e-4,
 weight decay 5e-5, batches of 256 over all processes, 90 epochs, a cosine to 0 without warm-up, widths 8, 6, 4 and 2 (or
 4, 3, 2), the first and the last layer in float. Training takes random parts of images scaled to 224 x 224 and mirrors
-half of them. Evaluation takes the middle 224 x 224 of images whose short side is scaled to 256; the paper prints "256 x
-256", which would change the shapes of things. What it does not print (area and shape of the random parts) is as it is
-commonly done: 8 % to 100 %, 3:4 to 4:3.
+half of them. Evaluation takes the middle 224 x 224 of images whose short side is scaled to 256 where it is longer; the
+paper prints "256 x 256", which would change the shapes of things. What it does not print (area and shape of the random
+parts) is as it is commonly done: 8 % to 100 %, 3:4 to 4:3.
 
 Under torchrun each process reads and trains on its share, and process 0 writes.
 """
@@ -26,13 +26,15 @@ from torch import Tensor, nn
 from bitdial.artifact import Artifact, read_artifact, save
 from bitdial.dial.dial import at_bits
 from bitdial.errors import ConfigError
+from bitdial.images import ImageSettings, stored_settings
+from bitdial.images.settings import STORED
 from bitdial.live.load import load_trainable
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.model_call import evaluating
 from bitdial.prepare.prepare import prepare
 from bitdial.recipes.cifar10_training import autocast_on, result_row
-from bitdial.recipes.float_weights import FloatWeights, read_weights
-from bitdial.recipes.image_batches import EvaluationData, FolderData, Pixels, Reading, usual_workers
+from bitdial.recipes.float_weights import FloatWeights, read_float_weights
+from bitdial.recipes.image_batches import EvaluationData, FolderData, Reading, settings_for, usual_workers
 from bitdial.recipes.image_folder import ImageList, list_images
 from bitdial.recipes.outcome import RecipeOptions, RecipeOutcome, add_result, run_name, settings_of, write_history
 from bitdial.recipes.run import RecipeRun
@@ -84,14 +86,14 @@ class _Start:
     """What a run begins with: float weights, or the artifact of a prepared model, or both."""
 
     model: str
-    pixels: Pixels
+    images: ImageSettings  # their normalisation counts; their sizes are the run's
     weights: FloatWeights | None
     artifact: Artifact | None
 
     @classmethod
     def read(cls, options: RecipeOptions) -> "_Start":
         """From the files that the options name; ConfigError if they do not go together."""
-        weights = None if options.weights is None else read_weights(options.weights)
+        weights = None if options.weights is None else read_float_weights(options.weights)
         artifact = None if options.start_from is None else _read_artifact(options)
         if artifact is None and weights is None:
             raise ConfigError(
@@ -108,16 +110,15 @@ class _Start:
         models = {where: name for where, name in named.items() if name is not None}
         if len(set(models.values())) > 1:
             raise ConfigError("of different models: " + ", ".join(f"{where} {name}" for where, name in models.items()))
-        pixels = weights.pixels if weights is not None else None
-        if pixels is None and artifact is not None:
-            if not isinstance(artifact.metrics.get("input"), dict):
-                raise ConfigError(
-                    f"{options.start_from} does not say how images become its input; name the float weights that it "
-                    "was made of too: --weights FILE"
-                )
-            pixels = Pixels.from_dict(artifact.metrics["input"], options.start_from)
-        assert pixels is not None
-        return cls(next(iter(models.values())), pixels, weights, artifact)
+        images = weights.images if weights is not None else None
+        if images is None and artifact is not None:
+            images = stored_settings(artifact.metrics, options.start_from)
+        if images is None:
+            raise ConfigError(
+                f"{options.start_from} does not say how images become its input; name the float weights that it was "
+                "made of too: --weights FILE"
+            )
+        return cls(next(iter(models.values())), images, weights, artifact)
 
     @property
     def digest(self) -> str:
@@ -182,7 +183,7 @@ class _Images:
 def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device) -> RecipeOutcome:
     options, settings, widths = run.options, run.settings, tuple(run.settings["bit_choices"])
     workers = usual_workers() if options.workers is None else options.workers
-    reading = Reading(settings["size"], start.pixels, workers, device)
+    reading = Reading(settings_for(settings["size"], start.images), workers, device)
     rank, world = distributed.rank(), distributed.world_size()
     held = EvaluationData(images.held, reading, rank=rank, world=world)
     precision: dict[str, Any] = {"autocast": autocast_on(device), "checkpoint_every": CHECKPOINT_EVERY}
@@ -214,7 +215,7 @@ def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device)
         top1 = {int(bits): found for bits, found in accuracies(model, held, widths).items() if bits is not None}
     metrics = run.metrics(float_top1=float_top1, top1=top1, data="", test=[])
     metrics["images"] = {"data": images.data.resolve().name, "part": images.part, "count": len(images.held)}
-    metrics["input"] = start.pixels.to_dict() | {"size": settings["size"]}
+    metrics[STORED] = reading.settings.to_dict()
     outcome = RecipeOutcome(
         model=model,
         float_model=float_model,
@@ -260,7 +261,7 @@ def _prepared(
         return prepare(float_model, QuantConfig(**settings_of(QuantConfig, run.settings)), calibration)
     model = load_trainable(start.artifact).to(device)
     with evaluating(model):
-        found = model(torch.zeros(1, 3, reading.size, reading.size, device=device)).shape[-1]
+        found = model(torch.zeros(1, 3, reading.settings.crop, reading.settings.crop, device=device)).shape[-1]
     if found != classes:
         raise ConfigError(
             f"{run.options.start_from} is for {found} classes, and {images.data} has {classes}; start from --weights "

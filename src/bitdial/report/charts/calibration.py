@@ -5,28 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bitdial.errors import ConfigError
-from bitdial.report.charts.plot import (
-    SHAPES,
-    Chart,
-    Plot,
-    Scale,
-    card,
-    frame,
-    interval_key,
-    legend,
-    log_scale,
-    percent_scale,
-)
+from bitdial.report.charts.plot import SHAPES, Chart, Plot, Scale, card, frame, legend, log_scale
+from bitdial.report.charts.widths import Mark, shares_by_setting
 from bitdial.report.markup import element
-from bitdial.report.numbers import (
-    Samples,
-    by_bits,
-    interval_text,
-    measured_text,
-    percent,
-    shortened,
-    width_name,
-)
+from bitdial.report.numbers import Samples, by_bits, percent, shortened, width_name
 
 LINE = 13  # pixels for a width in the row of a block
 
@@ -34,24 +16,10 @@ LINE = 13  # pixels for a width in the row of a block
 def agreement_by_bits(agreement: Mapping[Any, float], samples: Samples) -> Chart:
     """A mark for the share of images (0 to 1) with the float model's answer at each width, with its interval."""
     widths = by_bits(agreement)
-    intervals = {bits: samples.interval(value) for bits, value in widths.items()}
-    shown = [*widths.values(), *(end for found in intervals.values() if found for end in found)]
     worst = min(widths, key=lambda bits: widths[bits])
     title = f"At {width_name(worst)} the answer is the float model's for {percent(widths[worst])} of the images"
-    plot = Plot(title, 220, Scale(-0.5, len(widths) - 0.5), percent_scale(shown))
-    plot.y_axis("agreement (%)", [tick for tick in plot.scale_y.ticks() if 0 <= tick <= 100])
-    plot.x_axis("setting", [(place, width_name(bits)) for place, bits in enumerate(widths)])
-    for place, (bits, value) in enumerate(widths.items()):
-        found = intervals[bits]
-        low, high = found or (value, value)
-        parts = [] if found is None else [plot.whisker(100 * low, 100 * high)]
-        label = element("text", f"{100 * value:.1f}", y=plot.y(100 * high) - 8, class_="middle strong")
-        mark = plot.at(place, *parts, plot.shape(100 * value, SHAPES[bits]), label)
-        plot.point(f"w{bits}", f"{width_name(bits)}: {measured_text(value, found)}", mark)
-    keys = [interval_key(str(samples), "equal")] if any(intervals.values()) else []
-    rows: list[tuple[str, ...]] = [("Setting", f"Agreement on {samples}", "95 % interval")]
-    rows += [(width_name(bits), percent(value), interval_text(intervals[bits])) for bits, value in widths.items()]
-    return Chart(title, card(frame(plot), legend(*keys)), rows)
+    marks = [Mark(width_name(bits), value, f"w{bits}", SHAPES[bits]) for bits, value in widths.items()]
+    return shares_by_setting(title, ("agreement", "equal"), marks, samples)
 
 
 def errors_by_block(blocks: Sequence[Mapping[str, Any]]) -> Chart:

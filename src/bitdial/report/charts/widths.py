@@ -1,7 +1,8 @@
 """Figures of one file at its widths: accuracy, weights and bytes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,36 +36,65 @@ from bitdial.report.numbers import (
 # --- accuracy -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A share of samples (0 to 1) at a setting: name, colour (as a class), shape, and the place on the dial."""
+
+    name: str
+    value: float
+    css: str
+    shape: str
+    ring: bool = False
+    setting: int | None = None
+
+
 def accuracy_by_bits(float_top1: float, top1: Mapping[Any, float], samples: Samples, *, dial: bool = True) -> Chart:
     """A mark for the accuracy (0 to 1) at each width, with its interval, beside the line of the float model.
 
     With `dial`, the marks of the widths are the settings of the page's dial, which counts from the lowest width.
     """
     widths = by_bits(top1)
-    entries = [("float", float_top1, "float", ROUND)]
-    entries += [(width_name(bits), value, f"w{bits}", SHAPES[bits]) for bits, value in widths.items()]
-    intervals = [samples.interval(value) for _, value, *_ in entries]
-    shown = [value for _, value, *_ in entries] + [end for found in intervals if found for end in found]
-    title = _accuracy_title(float_top1, widths)
-    plot = Plot(title, 220, Scale(-0.5, len(entries) - 0.5), percent_scale(shown))
-    plot.y_axis("accuracy (%)", [tick for tick in plot.scale_y.ticks() if 0 <= tick <= 100])
-    plot.x_axis("setting", [(place, name) for place, (name, *_) in enumerate(entries)])
-    level = plot.y(100 * float_top1)
-    plot.axes.append(element("line", x2="100%", y1=level, y2=level, class_="level"))
-    for place, ((name, value, css, path), found) in enumerate(zip(entries, intervals, strict=True)):
-        low, high = found or (value, value)
+    marks = [Mark("float", float_top1, "float", ROUND)]
+    for place, (bits, value) in enumerate(widths.items(), start=1):
+        setting = len(widths) - place if dial else None
+        marks.append(Mark(width_name(bits), value, f"w{bits}", SHAPES[bits], ring=True, setting=setting))
+    key = ("float", "M-7 0H7", f"float model, {percent(float_top1)}")
+    return shares_by_setting(
+        _accuracy_title(float_top1, widths), ("accuracy", "right"), marks, samples, level=(float_top1, key)
+    )
+
+
+def shares_by_setting(
+    title: str,
+    what: tuple[str, str],
+    marks: Sequence[Mark],
+    samples: Samples,
+    level: tuple[float, tuple[str, str, str]] | None = None,
+) -> Chart:
+    """A chart of shares of samples with their intervals, side by side.
+
+    `what` is the name of the share, and what answers that count are; `level` is a line across with its key.
+    """
+    intervals = [samples.interval(mark.value) for mark in marks]
+    shown = [mark.value for mark in marks] + [end for found in intervals if found for end in found]
+    plot = Plot(title, 220, Scale(-0.5, len(marks) - 0.5), percent_scale(shown))
+    plot.y_axis(f"{what[0]} (%)", [tick for tick in plot.scale_y.ticks() if 0 <= tick <= 100])
+    plot.x_axis("setting", [(place, mark.name) for place, mark in enumerate(marks)])
+    if level is not None:
+        y = plot.y(100 * level[0])
+        plot.axes.append(element("line", x2="100%", y1=y, y2=y, class_="level"))
+    for place, (mark, found) in enumerate(zip(marks, intervals, strict=True)):
+        low, high = found or (mark.value, mark.value)
         parts = [] if found is None else [plot.whisker(100 * low, 100 * high)]
-        label = element("text", f"{100 * value:.1f}", y=plot.y(100 * high) - 8, class_="middle strong")
-        parts += [plot.ring(100 * value)] if place else []
-        mark = plot.at(place, *parts, plot.shape(100 * value, path), label)
-        setting = len(widths) - place if place and dial else None
-        plot.point(css, f"{name}: {measured_text(value, found)}", mark, setting=setting)
-    keys = [("float", "M-7 0H7", f"float model, {percent(float_top1)}")]
-    keys += [interval_key(str(samples))] if any(intervals) else []
-    rows: list[tuple[str, ...]] = [("Setting", f"Accuracy on {samples}", "95 % interval")]
+        parts += [plot.ring(100 * mark.value)] if mark.ring else []
+        label = element("text", f"{100 * mark.value:.1f}", y=plot.y(100 * high) - 8, class_="middle strong")
+        drawn = plot.at(place, *parts, plot.shape(100 * mark.value, mark.shape), label)
+        plot.point(mark.css, f"{mark.name}: {measured_text(mark.value, found)}", drawn, setting=mark.setting)
+    keys = [] if level is None else [level[1]]
+    keys += [interval_key(str(samples), what[1])] if any(intervals) else []
+    rows: list[tuple[str, ...]] = [("Setting", f"{what[0].capitalize()} on {samples}", "95 % interval")]
     rows += [
-        (name, percent(value), interval_text(found))
-        for (name, value, *_), found in zip(entries, intervals, strict=True)
+        (mark.name, percent(mark.value), interval_text(found)) for mark, found in zip(marks, intervals, strict=True)
     ]
     return Chart(title, card(frame(plot), legend(*keys)), rows)
 
