@@ -1,6 +1,8 @@
+import pytest
 import torch
 
-from bitdial import set_bits
+from bitdial import QuantConfig, prepare, set_bits
+from bitdial.calibrate import scales
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.reference import float_copy
 from bitdial.calibrate.scales import choose_scales
@@ -9,7 +11,9 @@ from bitdial.nn import QuantLayer
 from .conftest import images, mobile, prepared
 
 
-def test_scales_are_those_that_prepare_would_start_from() -> None:
+def test_scales_are_those_that_prepare_would_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what is found around activation scales."""
+    monkeypatch.setattr(scales, "FACTORS", (1.0,))
     x, net = images(16), mobile()
     for scheme in ("double_rounding", "nested", "lsq", "adabits"):
         model = prepared(net, scheme=scheme, start="mse", keep_first_last=8)
@@ -31,3 +35,24 @@ def test_a_width_can_be_made_more_important() -> None:
         return sum(float((m.quantized_weight() - m.weight).detach().square().sum()) for m in layers.values())
 
     assert error({3: 20.0}) < error({8: 20.0})
+
+
+def test_activation_scales_have_the_least_error_in_what_reads_them() -> None:
+    """Outliers in all channels at once: the scale of least squared error clips them, and the sum of a row suffers."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 8)).eval()
+    with torch.no_grad():
+        net[0].weight.copy_(torch.rand(8, 64) + 0.1)
+    x = torch.rand(512, 64)
+    x[::50] *= 6
+    model = prepare(net, QuantConfig(bit_choices=(8, 4), keep_first_last=False), x)
+    layer = model.get_submodule("0")
+
+    def error() -> float:
+        with torch.no_grad():
+            inputs = layer.act_quantizer(x, 4)
+            return float((torch.nn.functional.linear(inputs, layer.weight) - net(x) + layer.bias).square().mean())
+
+    before = error()
+    choose_scales({"0": layer}, float_copy(model), [x], CalibrateConfig())
+    assert error() < 0.8 * before

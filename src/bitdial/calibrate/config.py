@@ -13,8 +13,8 @@ class CalibrateConfig(Config):
     """What `calibrate` does. Each step can be left out.
 
     effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
-    activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights; None:
-                       that of the weights
+    activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights;
+                       None: that of the weights
     equalize           scale channels between two layers so that each uses the range of the activations; off, since no
                        network that was tried gained by it
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
