@@ -81,13 +81,13 @@ def test_mode_setting_and_wrappers_are_left_as_they_were() -> None:
 
 
 def test_steps_can_be_left_out() -> None:
-    off = CalibrateConfig(choose_scales=False, correct_norms=False, correct_biases=False)
+    off = CalibrateConfig(equalize=False, choose_scales=False, correct_norms=False, correct_biases=False)
     model = prepared(mobile())
     state = copy.deepcopy(model.state_dict())
     report = calibrate(model, images(32), off, progress=False)
     assert report.steps == ()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    norms = CalibrateConfig(choose_scales=False, correct_biases=False)
+    norms = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
     report = calibrate(model, images(32), norms, progress=False)
     assert report.steps == ("norms corrected",)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, state[name])}

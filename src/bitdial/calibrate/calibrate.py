@@ -75,7 +75,7 @@ def correct_norms(model: nn.Module, inputs: list[Batch], settings: list[BitPlan]
     if not layers:
         raise ConfigError("norms are corrected against float weights, and the model has none: give a prepared model")
     inputs, _ = checked(inputs)
-    config = CalibrateConfig(choose_scales=False, correct_biases=False)
+    config = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
     before = get_bits(model)
     try:
         with evaluating(model):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from bitdial.calibrate.blocks import Block
-from bitdial.graph.patterns import ADDITIONS, IN_PLACE_ADDITIONS, RELU_BOUNDS, only_user
+from bitdial.graph.patterns import ADDITIONS, IN_PLACE_ADDITIONS, RELU_BOUNDS
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.nn.norms import batch_norm_type
 
@@ -82,11 +82,9 @@ class _Spaces:
             self._space[node] = Space(closed=True)
 
     def _norm(self, node: fx.Node, norm: SwitchableBatchNorm, before: Space) -> None:
-        """A norm right behind a layer makes a space of its own; what is before it stays as it is."""
-        (source,) = node.all_input_nodes
-        behind = before.producers == [str(source.target)] and only_user(source) is node
+        """A norm makes a space of its own; what it reads stays as it is."""
         before.closed = True
-        usable = behind and batch_norm_type(norm.active) is not None and norm.active.weight is not None
+        usable = batch_norm_type(norm.active) is not None and norm.active.weight is not None
         self._space[node] = Space(producers=[str(node.target)], closed=not usable)
 
     def _join(self, node: fx.Node, inputs: list[Space], bound: float) -> None:

@@ -15,8 +15,7 @@ class CalibrateConfig(Config):
     effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
     activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights;
                        None: that of the weights
-    equalize           scale channels between two layers so that each uses the range of the activations; off, since no
-                       network that was tried gained by it
+    equalize           scale channels so that one activation scale suits them all, where that is expected to pay
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
@@ -34,7 +33,7 @@ class CalibrateConfig(Config):
 
     effort: str = "quick"
     activation_bits: int | None = None
-    equalize: bool = False
+    equalize: bool = True
     choose_scales: bool = True
     correct_norms: bool = True
     correct_biases: bool = True

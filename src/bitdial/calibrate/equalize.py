@@ -2,13 +2,19 @@
 
 If the channels of an activation have very different ranges, a scale that fits the largest leaves the small ones few
 codes. So each channel gets a factor, which the weights that read it take back (see `channels`). A depthwise layer has a
-weight scale for each channel and takes any factor: all channels get the same range. In other layers a channel that
-grows leaves smaller weights beside larger ones in a row, so half of the way is gone, on a logarithmic scale.
+weight scale for each channel and takes any factor. In other layers a channel that grows leaves smaller weights beside
+larger ones in a row, so what activations gain, weights lose.
+
+How far to go is decided for each activation by what is expected to come of it. Rounding with a step d adds noise of
+variance d^2 / 12. In a row of weights w_c over inputs with mean squares m_c, the noise of activations is d^2 / 12 * sum
+(w_c / k_c)^2, that of weights d_w^2 / 12 * sum k_c^2 m_c, and the signal sum w_c^2 m_c, whatever the factors k_c. Those
+factors are taken that have the least product over the widths of (noise / signal), the mean over rows; none, if the gain
+is small.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +26,18 @@ from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call
 
 MOST_FACTOR = 64.0
+EXPONENTS = (0.25, 0.5, 0.75, 1.0)  # how far to go, on a logarithmic scale
+LEAST_GAIN = 1.25  # of noise / signal, at each width
 _ROOM = 1.5  # below the bound of a ReLU6, for values larger than the inputs show
 _LEAST_SHARE = 1e-4
+_CLIP = 10.0  # roots of the mean square, beyond which activations are clipped anyway
+
+
+class Channels(NamedTuple):
+    """The largest magnitude and the mean square of each channel (C,) of an activation."""
+
+    largest: Tensor
+    squares: Tensor
 
 
 @torch.no_grad()
@@ -31,18 +47,23 @@ def equalize(model: nn.Module, blocks: list[Block], inputs: list[Batch]) -> int:
     The model computes the same in float, but for values behind a ReLU6 beyond what `inputs` show.
     """
     spaces = find_spaces(model, blocks)
-    ranges = _ranges(float_copy(model), {name for space in spaces for name in space.readers}, inputs)
+    seen = _observe(float_copy(model), {name for space in spaces for name in space.readers}, inputs)
+    changed = 0
     for space in spaces:
         readers = [_layer(model, name) for name in space.readers]
-        largest = torch.stack([ranges[name] for name in space.readers]).amax(dim=0)
-        factors = _factors(readers, largest, space)
+        found = [seen[name] for name in space.readers]
+        channels = Channels(*(torch.stack(parts).amax(dim=0) for parts in zip(*found, strict=True)))
+        factors = _factors(readers, channels, space)
+        if factors is None:
+            continue
+        changed += 1
         for name in space.producers:
             _multiply(model.get_submodule(name), factors)
         for reader in readers:
             rows = reader.weight_rows()
             divided = rows / _by_input(reader, factors).view(*rows.shape[:2], *(1,) * (rows.dim() - 2))
             reader.weight.copy_(reader.kind.from_rows(reader, divided))
-    return len(spaces)
+    return changed
 
 
 def _layer(model: nn.Module, name: str) -> QuantLayer:
@@ -71,22 +92,49 @@ def _by_input(layer: QuantLayer, factors: Tensor) -> Tensor:
     return factors.view(groups, -1).repeat_interleave(rows // groups, dim=0)
 
 
-def _factors(readers: list[QuantLayer], ranges: Tensor, space: Space) -> Tensor:
-    """What each channel, whose largest magnitudes are `ranges`, is multiplied with."""
-    most = ranges.max()
+def _factors(readers: list[QuantLayer], channels: Channels, space: Space) -> Tensor | None:
+    """What each channel is multiplied with; None if nothing is worth it."""
+    ranges, most = channels.largest, channels.largest.max()
     if not bool(most > 0):
-        return torch.ones_like(ranges)
+        return None
     dead = ranges < most / MOST_FACTOR**2
     safe = torch.where(dead, most, ranges)
-    wanted = most / safe
+    direction = most / safe
     if shares := [_shares(reader) for reader in readers if reader.weight_rows().shape[1] > 1]:
-        wanted = (wanted * torch.stack(shares).amax(dim=0)).sqrt()
+        direction = direction * torch.stack(shares).amax(dim=0)
+    best, least = None, _expected_loss(readers, channels, torch.ones_like(ranges))
+    least -= math.log(LEAST_GAIN) * sum(len(reader.bit_choices) for reader in readers)
+    for exponent in EXPONENTS:
+        wanted = direction**exponent
         wanted = wanted * (most / (wanted * safe).max())
-    wanted = torch.where(dead, 1.0, wanted).clamp(1 / MOST_FACTOR, MOST_FACTOR)
-    if math.isinf(space.bound):
-        return wanted
-    most_growth = (space.bound / (_ROOM * safe)).clamp_min(1.0)
-    return torch.where(ranges >= space.bound, 1.0, torch.minimum(wanted, most_growth))
+        factors = torch.where(dead, 1.0, wanted).clamp(1 / MOST_FACTOR, MOST_FACTOR)
+        if not math.isinf(space.bound):
+            most_growth = (space.bound / (_ROOM * safe)).clamp_min(1.0)
+            factors = torch.where(ranges >= space.bound, 1.0, torch.minimum(factors, most_growth))
+        loss = _expected_loss(readers, channels, factors)
+        if loss < least:
+            best, least = factors, loss
+    return best
+
+
+def _expected_loss(readers: list[QuantLayer], channels: Channels, factors: Tensor) -> float:
+    """The sum over readers and widths of log(noise / signal) if channels are multiplied with `factors`."""
+    largest, squares = channels.largest * factors, channels.squares * factors.square()
+    reach = torch.minimum(largest.max(), _CLIP * squares.mean().sqrt())
+    loss = 0.0
+    for reader in readers:
+        rows = reader.weight_rows().flatten(2) if reader.weight.dim() > 2 else reader.weight_rows()[:, :, None]
+        weights = rows / _by_input(reader, factors)[:, :, None]
+        inputs = _by_input(reader, squares)
+        signal = (weights.square().sum(dim=2) * inputs).sum(dim=1).clamp_min(1e-30)
+        for bits in reader.bit_choices if reader.fixed_bits is None else (reader.fixed_bits,):
+            step = reach / (2.0**bits - 1)
+            own_steps = weights.abs().amax(dim=(1, 2)) / 2.0 ** (bits - 1)
+            by_activations = step.square() * weights.square().sum(dim=(1, 2))
+            by_weights = own_steps.square() * inputs.sum(dim=1) * weights.shape[2]
+            noise = (by_activations + by_weights) / 12
+            loss += float((noise / signal).clamp_max(1.0).mean().log())
+    return loss
 
 
 def _shares(reader: QuantLayer) -> Tensor:
@@ -97,14 +145,14 @@ def _shares(reader: QuantLayer) -> Tensor:
     return by_group.amax(dim=1).flatten().clamp_min(_LEAST_SHARE)
 
 
-def _ranges(plain: nn.Module, names: set[str], inputs: list[Batch]) -> Mapping[str, Tensor]:
-    """The largest magnitude of each channel of what the layers `names` of the float model read."""
-    found: dict[str, Tensor] = {}
+def _observe(plain: nn.Module, names: set[str], inputs: list[Batch]) -> Mapping[str, Channels]:
+    """What the layers `names` of the float model read."""
+    found: dict[str, list[Channels]] = {name: [] for name in names}
 
     def hook(name: str, image_dims: int) -> Any:
         def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            largest = args[0].movedim(-1 - image_dims, 0).flatten(1).abs().amax(dim=1)
-            found[name] = torch.maximum(found[name], largest) if name in found else largest
+            rows = args[0].movedim(-1 - image_dims, 0).flatten(1)
+            found[name].append(Channels(rows.abs().amax(dim=1), rows.square().mean(dim=1)))
 
         return record
 
@@ -116,4 +164,6 @@ def _ranges(plain: nn.Module, names: set[str], inputs: list[Batch]) -> Mapping[s
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    largest = {name: torch.stack([each.largest for each in seen]).amax(dim=0) for name, seen in found.items()}
+    squares = {name: torch.stack([each.squares for each in seen]).mean(dim=0) for name, seen in found.items()}
+    return {name: Channels(largest[name], squares[name]) for name in names}
