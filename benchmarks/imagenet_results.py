@@ -62,7 +62,7 @@ def _cells(row: Row) -> Cells:
         "float": f"{row['float_top1']:.2f}",
         **by_width,
         "agreement": " / ".join(f"{value:.1f}" for value in row["agreement"].values()),
-        "s": f"{row['seconds']:.0f}",
+        "s": f"{row['seconds']:.0f}" + (" (other work beside it)" if row.get("busy") else ""),
         "device": row["device"] + (f", {row['threads']} threads" if row["device"] == "cpu" else ""),
     }
 
