@@ -14,8 +14,8 @@ EFFORTS = {"none": "round to nearest", "quick": "quick", "full": "full"}
 TEXT = """## Pretrained on ImageNet, calibrated
 
 Published weights, one file for all widths, no labels and no training pipeline: `calibrate` on other images of the same
-classes, first and last layers at 8 bits, weights and activations at the same width. Top-1 in percent on 2,000 images of the
-validation set; in brackets the difference to the float model. The standard error of one accuracy is near 1 point;
+classes, first and last layers at 8 bits, weights and activations at the same width. Top-1 in percent on 2,000 images of
+the validation set; in brackets the difference to the float model. The standard error of one accuracy is near 1 point;
 models are compared on the same images. "agreement" is for how many images the answer is the float model's. Rows:
 `results/imagenet-calibrated.json`, by `python benchmarks/imagenet_calibrated.py`.
 """
