@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "bitdial"
 EXPECTED = {"filelock", "numpy", "safetensors", "torch"}
+URLS = {"Paper, https://arxiv.org/abs/2502.01199"}
 
 
 def main() -> None:
@@ -55,6 +56,7 @@ def check_wheel(wheel: Path) -> None:
     classifiers = " ".join(metadata.get_all("Classifier", []))
     for part in ("Python :: 3.11", "Python :: 3.12", "Operating System", "Topic", "Typing :: Typed"):
         assert part in classifiers, f"a classifier for {part}"
+    same("the wheel's URLs", set(metadata.get_all("Project-URL", [])), URLS)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Description-Content-Type"] == "text/markdown"
 
