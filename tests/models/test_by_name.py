@@ -1,5 +1,6 @@
 """Models by name; torchvision and timm are not needed: modules of ours stand in for them."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -97,3 +98,15 @@ def test_a_library_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingDependencyError, match=f"{library} is not installed.*pip install {library}"):
             model_by_name(f"{library}:resnet50")
+
+
+def test_a_library_that_cannot_be_imported_is_not_said_to_lack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    with pytest.raises(MissingDependencyError, match=r"timm is installed, but cannot be imported: operator .*build"):
+        model_by_name("timm:resnet18")
+    (tmp_path / "timm.py").write_text("import a_package_that_is_nowhere.part  # other bytes")
+    importlib.invalidate_caches()
+    with pytest.raises(MissingDependencyError, match=r"a_package_that_is_nowhere is not installed.*pip install"):
+        model_by_name("timm:resnet18")

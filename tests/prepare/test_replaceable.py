@@ -118,3 +118,29 @@ def test_random_numbers_go_on_as_if_nothing_had_run() -> None:
         torch.manual_seed(3)
         prepare(net, QuantConfig(), X)
         assert torch.equal(torch.rand(3), expected)
+
+
+class ComputesWithWeights(Net):
+    """As tied autoencoders do."""
+
+    def each(self, x: Tensor) -> Tensor:
+        x = F.relu(self.layers[1](x.to(self.layers[0].weight.dtype)))  # to look at a weight is no harm
+        return self.use(F.relu(self.layers[0](x)), self.layers[1].weight)
+
+    def use(self, x: Tensor, weight: Any) -> Tensor:
+        return F.linear(x, weight.t())
+
+
+class ComputesWithRows(ComputesWithWeights):
+    def use(self, x: Tensor, weight: Any) -> Tensor:
+        return x + weight[0]
+
+
+@pytest.mark.parametrize("kind", [ComputesWithWeights, ComputesWithRows])
+def test_a_weight_that_is_used_outside_of_its_layer_is_refused(kind: type[Net]) -> None:
+    torch.manual_seed(0)
+    model, config = kind(), QuantConfig(keep_first_last=False)
+    with pytest.raises(ConfigError, match=r"layer 'layers.1': the model computes with its weight outside .*Rule"):
+        prepare(model, config, X)
+    rules = (Rule(pattern="layers.1", quantize=False),)
+    assert prepare(model, QuantConfig(keep_first_last=False, rules=rules), X)(X).shape == (8, 4)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.dial.dial import unwrap
 from bitdial.errors import ExportError
-from bitdial.live.hidden_weight import HiddenWeight
 from bitdial.live.layers import LiveLayer
 from bitdial.live.plain import plain_copy
 from bitdial.nn import ActivationSite, SwitchableBatchNorm
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.nn.layer_kinds import LINEAR
 from bitdial.nn.recurrent import Recurrent
 from bitdial.nn.stand_in import keep_attributes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.errors import HiddenWeightError, QuantizationError
 from bitdial.live.codes import Codes
-from bitdial.live.hidden_weight import HiddenWeight
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.nn.layer_kinds import LayerKind
 from bitdial.nn.stand_in import stand_in
 

@@ -77,8 +77,15 @@ LIBRARIES: dict[str, Callable[[str, int | None], nn.Module]] = {"torchvision": _
 def _library(package: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
-    except ImportError as problem:
-        text = f"{package} is not installed, and the model is from there; install it with: pip install {package}"
+    except ModuleNotFoundError as problem:
+        absent = (problem.name or package).partition(".")[0]
+        text = f"{absent} is not installed, and the model needs it; install it with: pip install {absent}"
+        raise MissingDependencyError(text, name=absent) from problem
+    except Exception as problem:  # torchvision raises a RuntimeError where it is of another build than torch
+        text = (
+            f"{package} is installed, but cannot be imported: {problem}. timm and torchvision need a torchvision of "
+            "the version and build (CPU or CUDA) of this torch"
+        )
         raise MissingDependencyError(text, name=package) from problem
 
 

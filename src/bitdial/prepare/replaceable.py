@@ -1,8 +1,9 @@
 """Whether other modules can take the place of a model's layers.
 
 `prepare` and `load` put modules of their own where layers and norms are. A model may pass these by: it keeps its layers
-in a list beside, asks for their class, or has hooks on them. Then it would go on in float, or leave layers out. So the
-float model runs once with stand-ins, which compute what its layers do and are of no class that it knows.
+in a list beside, asks for their class, has hooks on them, or computes with their weights itself. Then it would go on in
+float, or leave layers out. So the float model runs once with stand-ins, which compute what its layers do, are of no
+class that it knows, and have no values in their weights.
 """
 
 from collections import Counter
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bitdial.errors import ConfigError
+from bitdial.nn import kind_of
+from bitdial.nn.hidden_weight import HiddenWeight
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 
 class _StandIn(nn.Module):
-    """Computes what `module` does, without its hooks, and notes its calls."""
+    """Computes what `module` does, without its hooks; notes its calls, and who asked for its weight last."""
 
-    def __init__(self, module: nn.Module, name: str, calls: Counter[str]):
+    def __init__(self, module: nn.Module, name: str, calls: Counter[str], asked: list[str]):
         super().__init__()
-        self._module, self._name, self._calls = (module,), name, calls  # in a tuple: not a submodule
+        self._module, self._name, self._calls, self._asked = (module,), name, calls, asked  # a tuple: not a submodule
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
@@ -31,10 +34,14 @@ class _StandIn(nn.Module):
         return self._module[0].forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes of the module."""
+        """The attributes of the module; of the weight of a layer, its shape, dtype and device alone."""
         if name == "_module":
             raise AttributeError(name)
-        return getattr(self._module[0], name)
+        found = getattr(self._module[0], name)
+        if name == "weight" and kind_of(self._module[0]) is not None:
+            self._asked[:] = [self._name]
+            return HiddenWeight(self._name, tuple(found.shape), found)
+        return found
 
 
 def check_replaceable(model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch) -> None:
@@ -46,10 +53,15 @@ def check_replaceable(model: nn.Module, modules: Mapping[str, nn.Module], batch:
 def _check(model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch) -> None:
     before, expected = _watched(model, modules, batch)
     calls: Counter[str] = Counter()
-    stand_ins = {module: _StandIn(module, name, calls) for name, module in modules.items()}
+    asked: list[str] = []
+    stand_ins = {module: _StandIn(module, name, calls, asked) for name, module in modules.items()}
     swap_modules(model, dict(stand_ins))
     try:
         found = _run(model, batch)
+    except Exception as problem:  # it ran before, so this is of the stand-ins
+        if not asked:
+            raise
+        raise ConfigError(_weight_read(asked[0])) from problem
     finally:
         swap_modules(model, {stand_in: module for module, stand_in in stand_ins.items()})
     if calls == before and _same(expected, found):
@@ -68,6 +80,14 @@ def _watched(model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch) -
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _weight_read(name: str) -> str:
+    return (
+        f"layer {name!r}: the model computes with its weight outside of the layer, where it would not be quantised. "
+        "Call the layer itself, give the other place a weight of its own, or keep this layer in float: "
+        f"Rule(pattern={name!r}, quantize=False)"
+    )
 
 
 def _what_differs(modules: Mapping[str, nn.Module], before: Counter[str], calls: Counter[str]) -> str:

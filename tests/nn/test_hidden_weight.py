@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, export_onnx, load, load_trainable, prepare, save, set_bits
 from bitdial.errors import BitdialError, HiddenWeightError
-from bitdial.live.hidden_weight import HiddenWeight
+from bitdial.nn.hidden_weight import HiddenWeight
 
 X = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(0))
 
