@@ -16,7 +16,7 @@ from bitdial.calibrate.checkpoint import Checkpoint
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.equalize import equalize
 from bitdial.calibrate.inputs import checked, moved
-from bitdial.calibrate.norms import Moments, correct_norm, moments
+from bitdial.calibrate.norms import Reference, correct_norm, moments, reference_of
 from bitdial.calibrate.progress import Progress, show_progress
 from bitdial.calibrate.reconstruct import Reconstruction
 from bitdial.calibrate.reference import float_copy
@@ -156,11 +156,11 @@ class _Calibration:
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
             self.values[bits].enter(self.model, block)
-        plain: dict[str, Moments] = {}
+        plain: dict[str, Reference] = {}
         after = self.float_values.copy()
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
         with watch_means(self.reference, bare) as means:
-            after.advance(self.reference, block, lambda name, x: plain.update({name: moments(x, name)}))
+            after.advance(self.reference, block, lambda name, x: plain.update({name: reference_of(x, name)}))
         if bare:
             self._correct_biases(block, means)
         if self.config.effort == "full" and block.layers:
@@ -173,7 +173,7 @@ class _Calibration:
         return BlockReport(name=block.name, layers=block.layers, error=error, error_before=before, seconds=seconds)
 
     def _go_on(
-        self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Moments]
+        self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Reference]
     ) -> dict[int, float]:
         """Let `values` go on over `block`; errors by width. Norms are corrected to the moments that `plain` has."""
         corrected: set[nn.Module] = set()  # one set may serve several widths: the highest decides
@@ -183,7 +183,9 @@ class _Calibration:
             assert isinstance(norm, SwitchableBatchNorm)
             if self.config.correct_norms and name in plain and norm.active not in corrected:
                 corrected.add(norm.active)
-                correct_norm(norm.active, self.reference.get_submodule(name), moments(inputs, name), plain[name])
+                wanted, weights = plain[name]
+                found = moments(inputs, name, weights)
+                correct_norm(norm.active, self.reference.get_submodule(name), found, wanted)
 
         errors = {}
         for bits, plan in self.settings.items():

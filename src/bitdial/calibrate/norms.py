@@ -2,7 +2,8 @@
 
 Statistics estimated anew on a few hundred samples lose points by themselves. So they are corrected instead: by how much
 the mean of a norm's input has moved against the float model on the same samples, and by how many times its variance
-has grown. Each norm is corrected before the next layer runs.
+has grown. Each norm is corrected before the next layer runs. Both are moments in which a position of unusual energy
+counts as any other (see `positions`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bitdial.calibrate.positions import as_rows, position_weights, weighted_moments
 from bitdial.errors import QuantizationError
 
 _LEAST_VARIANCE = 1e-6  # of a channel, over the mean of all: below it there is nothing to compare
@@ -23,13 +25,26 @@ class Moments(NamedTuple):
     variance: Tensor
 
 
-def moments(inputs: Sequence[Tensor], name: str) -> Moments:
-    """The moments of a norm's `inputs` (N, C, ...), all batches together."""
-    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
-    for x in inputs:
-        rows = x.transpose(0, 1).flatten(1)
-        size, own = rows.shape[1], rows.mean(dim=1, dtype=torch.float64)
-        spread = rows.var(dim=1, correction=0).double() * size
+class Reference(NamedTuple):
+    """What a norm reads in the float model: its moments, and the weight of each position, batch by batch."""
+
+    moments: Moments
+    weights: list[Tensor]
+
+
+def reference_of(inputs: Sequence[Tensor], name: str) -> Reference:
+    """The moments of what a norm reads in the float model, with positions of unusual energy held back."""
+    plain = moments(inputs, name)
+    weights = [position_weights(x, plain.mean, plain.variance, 1) for x in inputs]
+    return Reference(moments(inputs, name, weights), weights)
+
+
+def moments(inputs: Sequence[Tensor], name: str, weights: Sequence[Tensor] | None = None) -> Moments:
+    """The moments of a norm's `inputs` (N, C, ...), all batches together; positions have `weights` (N, 1, ...)."""
+    count, mean, squares = 0.0, torch.zeros(()), torch.zeros(())
+    for place, x in enumerate(inputs):
+        of_batch = None if weights is None else as_rows(weights[place])
+        size, own, spread = weighted_moments(as_rows(x), of_batch)
         if count == 0:
             count, mean, squares = size, own, spread
             continue
