@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from bitdial.calibrate.norms import Moments, correct_norm, moments, reference_of
+from bitdial.calibrate.norms import correct_norm, moments, reference_of
+from bitdial.calibrate.positions import Moments
 from bitdial.errors import QuantizationError
 
 

@@ -161,6 +161,8 @@ class _Calibration:
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
         with watch_means(self.reference, bare) as means:
             after.advance(self.reference, block, lambda name, x: plain.update({name: reference_of(x, name)}))
+        if block.layers:
+            after.weigh(block, self.layers[block.layers[-1]].kind.image_dims)
         if bare:
             self._correct_biases(block, means)
         if self.config.effort == "full" and block.layers:

@@ -12,17 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitdial.calibrate.positions import as_rows, position_weights, weighted_moments
+from bitdial.calibrate.positions import Moments, moments_of, position_weights
 from bitdial.errors import QuantizationError
 
 _LEAST_VARIANCE = 1e-6  # of a channel, over the mean of all: below it there is nothing to compare
-
-
-class Moments(NamedTuple):
-    """Mean and variance of each channel (C,), float64."""
-
-    mean: Tensor
-    variance: Tensor
 
 
 class Reference(NamedTuple):
@@ -34,26 +27,16 @@ class Reference(NamedTuple):
 
 def reference_of(inputs: Sequence[Tensor], name: str) -> Reference:
     """The moments of what a norm reads in the float model, with positions of unusual energy held back."""
-    plain = moments(inputs, name)
-    weights = [position_weights(x, plain.mean, plain.variance, 1) for x in inputs]
+    weights = position_weights(inputs, 1)
     return Reference(moments(inputs, name, weights), weights)
 
 
 def moments(inputs: Sequence[Tensor], name: str, weights: Sequence[Tensor] | None = None) -> Moments:
     """The moments of a norm's `inputs` (N, C, ...), all batches together; positions have `weights` (N, 1, ...)."""
-    count, mean, squares = 0.0, torch.zeros(()), torch.zeros(())
-    for place, x in enumerate(inputs):
-        of_batch = None if weights is None else as_rows(weights[place])
-        size, own, spread = weighted_moments(as_rows(x), of_batch)
-        if count == 0:
-            count, mean, squares = size, own, spread
-            continue
-        delta, total = own - mean, count + size
-        squares = squares + spread + delta.square() * (count * size / total)
-        mean, count = mean + delta * (size / total), total
-    if not bool((torch.isfinite(mean) & torch.isfinite(squares)).all()):
+    found = moments_of(inputs, 1, weights)
+    if not bool((torch.isfinite(found.mean) & torch.isfinite(found.variance)).all()):
         raise QuantizationError(f"norm {name!r}: its input holds NaN or infinity; check the batches and the weights")
-    return Moments(mean, squares / count)
+    return found
 
 
 @torch.no_grad()

@@ -7,31 +7,60 @@ error. If they are clipped, which is right, a norm would take all other position
 statistics and errors are weighted: a position of many times the usual energy counts by its relative error.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-
 
 MOST_ENERGY = 2.0  # of a position, in means of all, up to which it counts as it is
 
 
-def position_weights(x: Tensor, mean: Tensor, variance: Tensor, channel_dim: int) -> Tensor:
-    """min(MOST_ENERGY / energy, 1) of each position of `x`, in its shape but for one channel.
+class Moments(NamedTuple):
+    """Mean and variance of each channel (C,), float64."""
 
-    The energy is the mean over channels of (x - mean)^2 / variance, with the channels' own `mean` and `variance` (C,).
+    mean: Tensor
+    variance: Tensor
+
+
+def position_weights(batches: Sequence[Tensor], channel_dim: int) -> list[Tensor]:
+    """min(MOST_ENERGY / energy, 1) of each position of `batches`, in their shapes but for one channel.
+
+    The energy is the mean over channels of (x - mean)^2 / variance, with the channel's moments over all batches.
     """
-    shape = [1] * x.dim()
-    shape[channel_dim] = -1
+    mean, variance = moments_of(batches, channel_dim)
     usual = variance.mean().clamp_min(1e-30)
-    spread = torch.where(variance > 0, variance, usual).to(x.dtype)
-    apart = (x - mean.to(x.dtype).view(shape)).square_().div_(spread.view(shape))
-    return MOST_ENERGY / apart.mean(dim=channel_dim, keepdim=True).clamp_min_(MOST_ENERGY)
+    spread = torch.where(variance > 0, variance, usual)
+    weights = []
+    for x in batches:
+        shape = [1] * x.dim()
+        shape[channel_dim] = -1
+        apart = (x - mean.to(x.dtype).view(shape)).square_().div_(spread.to(x.dtype).view(shape))
+        weights.append(MOST_ENERGY / apart.mean(dim=channel_dim, keepdim=True).clamp_min_(MOST_ENERGY))
+    return weights
 
 
-def weighted_moments(rows: Tensor, weights: Tensor | None) -> tuple[float, Tensor, Tensor]:
-    """Of `rows` (C, n), each column weighted: the sum of the weights, means, sums of squared differences from them.
+def moments_of(batches: Sequence[Tensor], channel_dim: int, weights: Sequence[Tensor] | None = None) -> Moments:
+    """The moments of all `batches` together; `weights` are those of positions."""
+    count, mean, squares = 0.0, torch.zeros(()), torch.zeros(())
+    for place, x in enumerate(batches):
+        of_batch = None if weights is None else _rows(weights[place], channel_dim)
+        size, own, spread = _sums(_rows(x, channel_dim), of_batch)
+        if count == 0:
+            count, mean, squares = size, own, spread
+            continue
+        delta, total = own - mean, count + size
+        squares = squares + spread + delta.square() * (count * size / total)
+        mean, count = mean + delta * (size / total), total
+    return Moments(mean, squares / count)
 
-    Sums are float64. None weighs each column with 1.
-    """
+
+def _rows(x: Tensor, channel_dim: int) -> Tensor:
+    return x.movedim(channel_dim, 0).flatten(1)
+
+
+def _sums(rows: Tensor, weights: Tensor | None) -> tuple[float, Tensor, Tensor]:
+    """Of `rows` (C, n): the sum of the weights (1, n), the means, the sums of squared differences; in float64."""
     if weights is None:
         size = rows.shape[1]
         return size, rows.mean(dim=1, dtype=torch.float64), rows.var(dim=1, correction=0).double() * size
@@ -39,9 +68,3 @@ def weighted_moments(rows: Tensor, weights: Tensor | None) -> tuple[float, Tenso
     mean = (rows * weights).sum(dim=1, dtype=torch.float64) / total
     apart = (rows - mean.to(rows.dtype)[:, None]).square_().mul_(weights)
     return float(total), mean, apart.sum(dim=1, dtype=torch.float64)
-
-
-def as_rows(x: Tensor, channel_dim: int = 1) -> Tensor:
-    """`x` as (channels, positions)."""
-    return x.movedim(channel_dim, 0).flatten(1)
-

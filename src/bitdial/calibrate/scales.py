@@ -66,8 +66,7 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
             rest = [dim for dim in range(out.dim()) if dim != channels]
             spread = out.var(dim=rest, keepdim=True, correction=0)
             spread = torch.where(spread > 0, spread, out.square().mean() + 1e-30)
-            mean = out.mean(dim=rest)
-            weights = position_weights(out, mean, spread.flatten(), channels) / spread
+            weights = position_weights([out], channels)[0] / spread
             for bits in widths:
                 tried = []
                 for factor in FACTORS:

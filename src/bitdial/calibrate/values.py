@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.positions import position_weights
 from bitdial.errors import ConfigError
 from bitdial.prepare.model_call import Batch, call
 
@@ -46,6 +47,7 @@ class Values:
 
     def __init__(self, batches: Sequence[Environment]):
         self.batches = [dict(batch) for batch in batches]
+        self.weights: list[Tensor] | None = None
         self._joined: dict[fx.Node, Tensor] = {}
 
     def copy(self) -> "Values":
@@ -63,6 +65,7 @@ class Values:
         inputs, and may change it.
         """
         self._joined.clear()
+        self.weights = None
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
@@ -79,12 +82,20 @@ class Values:
             for node in [n for n in batch if n not in given and later.isdisjoint(n.users)]:
                 del batch[node]
 
+    def weigh(self, block: Block, image_dims: int) -> None:
+        """Weigh the positions of what `block` gave, for distances from it; channels lie before `image_dims` others."""
+        given = [batch[block.made[-1]] for batch in self.batches]
+        if all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() > image_dims + 1 for x in given):
+            self.weights = position_weights(given, given[0].dim() - 1 - image_dims)
+
     def distance(self, other: "Values", block: Block) -> float:
-        """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y."""
+        """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y; with the weights of `other`, if any."""
         node, apart, size = block.made[-1], 0.0, 0.0
-        for own, wanted in zip(self.batches, other.batches, strict=True):
+        for place, (own, wanted) in enumerate(zip(self.batches, other.batches, strict=True)):
             x, y = own[node].double(), wanted[node].double()
-            apart, size = apart + float((x - y).square().sum()), size + float(y.square().sum())
+            weights = 1.0 if other.weights is None else other.weights[place]
+            apart += float(((x - y).square() * weights).sum())
+            size += float((y.square() * weights).sum())
         return apart / max(size, 1e-30)
 
     def is_mixable(self, nodes: Iterable[fx.Node]) -> bool:
