@@ -51,8 +51,8 @@ def token_rows(text: str, tokenizer: Any, *, length: int = 512, rows: int | None
     whole = len(tokens) // length if rows is None else rows
     if whole == 0 or len(tokens) < whole * length:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens, less than {max(whole, 1)} x {length}; give a longer text, or fewer and "
-            "shorter rows"
+            f"the text has {len(tokens)} tokens, less than {max(whole, 1)} x {length}; give a longer text, or fewer "
+            "or shorter rows"
         )
     cut = tokens[: whole * length] if wanted is None else tokens[-wanted:]
     return cut.reshape(whole, length)
