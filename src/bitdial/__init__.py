@@ -57,6 +57,7 @@ if _typing.TYPE_CHECKING:
         train,
     )
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
+    from bitdial.train.perplexity import perplexity, token_rows
 
 __all__ = [
     "ArrayData",
@@ -104,6 +105,7 @@ __all__ = [
     "narrow",
     "onnx_session_options",
     "pareto_front",
+    "perplexity",
     "prepare",
     "read_artifact",
     "recalibrate_norms",
@@ -113,6 +115,7 @@ __all__ = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "token_rows",
     "train",
     "view_at_bits",
 ]
@@ -148,5 +151,6 @@ _load_when_asked(
         "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TrainConfig "
         "joint_trainer load_checkpoint save_checkpoint train",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
+        "bitdial.train.perplexity": "perplexity token_rows",
     },
 )
