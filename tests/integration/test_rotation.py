@@ -22,6 +22,7 @@ from bitdial import (
     save,
     set_bits,
 )  # fmt: skip
+from bitdial.cli import main
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -59,7 +60,7 @@ def prepared(model: nn.Module, **settings: Any) -> nn.Module:
 
 @pytest.mark.parametrize("ends", ["apart", "tied", "untied"])
 @pytest.mark.parametrize("activations", ["float", "auto"])
-def test_the_whole_path(tmp_path: Path, ends: str, activations: str) -> None:
+def test_the_whole_path(tmp_path: Path, ends: str, activations: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = llama(tie_word_embeddings=ends != "apart")
     rotated = rotate(plain, untie=ends == "untied")
     model = prepared(rotated, activations=activations, group_size=32)
@@ -68,6 +69,8 @@ def test_the_whole_path(tmp_path: Path, ends: str, activations: str) -> None:
     entry = read_artifact(path).manifest["rotation"]
     assert len(entry["online"]) == (4 if ends == "tied" else 2)
     assert entry["untied"] == (["lm_head"] if ends == "untied" else [])
+    assert main(["inspect", str(path)]) == 0
+    assert f"residual, values in the weights, {len(entry['online'])} modules online" in capsys.readouterr().out
     trainable = load_trainable(path, plain)
     save(trainable, tmp_path / "again")
     assert read_artifact(tmp_path / "again").manifest["rotation"] == entry
