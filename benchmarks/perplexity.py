@@ -18,15 +18,17 @@ import torch
 from timing import command
 from torch import Tensor, nn
 
-from bitdial import QuantConfig, load, perplexity, prepare, save, set_bits, token_rows
+from bitdial import QuantConfig, load, perplexity, prepare, rotate, save, set_bits, token_rows
 from bitdial.train.perplexity import read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def measure(model: nn.Module, rows: Tensor, config: QuantConfig, device: str) -> dict[str, Any]:
-    """The perplexity of `model` in float and of its file at each width; the file's bytes."""
-    prepared = prepare(model, config, {"input_ids": rows[:1, :64]})
+def measure(
+    model: nn.Module, rows: Tensor, config: QuantConfig, device: str, *, rotated: bool = False
+) -> dict[str, Any]:
+    """The perplexity of `model` in float and of its file at each width, rotated or not; the file's bytes."""
+    prepared = prepare(rotate(model) if rotated else model, config, {"input_ids": rows[:1, :64]})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         save(prepared, path)
@@ -42,6 +44,11 @@ def measure(model: nn.Module, rows: Tensor, config: QuantConfig, device: str) ->
     return {"perplexity": {bits: round(value, 3) for bits, value in found.items()}, "ratio": ratios, "file_bytes": size}
 
 
+def _measured(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What a record is of: a later one of the same takes its place."""
+    return record["model"], record["config"], record.get("rotated", False)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,6 +59,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=32, help="0 for a scale per row")
     parser.add_argument("--group-scales", default="integer")
     parser.add_argument("--start", default="max")
+    parser.add_argument("--rotate", action="store_true", help="rotate the model first, see bitdial.rotate")
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="cpu")
@@ -69,13 +77,14 @@ def main() -> None:
     record = {
         "command": command("perplexity").replace(str(options.model), "DIR").replace(str(options.text), "FILE"),
         "model": options.model.name, "text": options.text.name, "rows": list(rows.shape),
-        "config": config.to_dict(), **measure(model, rows, config, options.device),
+        "config": config.to_dict(), "rotated": options.rotate,
+        **measure(model, rows, config, options.device, rotated=options.rotate),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__},
     }  # fmt: skip
     records = json.loads(options.out.read_text()) if options.out.exists() else []
-    records = [r for r in records if (r["model"], r["config"]) != (record["model"], record["config"])]
+    records = [r for r in records if _measured(r) != _measured(record)]
     options.out.write_text(json.dumps([*records, record], indent=1) + "\n")
     print(record["perplexity"], record["ratio"])
 

@@ -62,6 +62,7 @@ PUBLIC = [
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",
+    "rotate",
     "save",
     "save_checkpoint",
     "search",

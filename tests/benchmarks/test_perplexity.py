@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitdial import QuantConfig
+from bitdial import QuantConfig, rotate
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -18,7 +18,7 @@ def perplexity(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("perplexity")
 
 
-def test_widths_of_one_file_beside_float(perplexity: Any) -> None:
+def test_widths_of_one_file_beside_float(perplexity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     settings = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**settings, num_attention_heads=2, num_key_value_heads=1)
@@ -32,3 +32,7 @@ def test_widths_of_one_file_beside_float(perplexity: Any) -> None:
     found = perplexity.measure(model, rows, quant, "cpu")
     assert found["ratio"]["8"] == pytest.approx(1, abs=1e-3)
     assert abs(found["ratio"]["2"] - 1) > 1e-3
+    monkeypatch.setattr(perplexity, "rotate", lambda model: rotate(model, down_block=32))  # 96 is no multiple of 64
+    rotated = perplexity.measure(model, rows, quant, "cpu", rotated=True)
+    assert rotated["ratio"]["8"] == pytest.approx(1, abs=1e-3)
+    assert rotated["ratio"]["2"] != found["ratio"]["2"]
