@@ -147,7 +147,8 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
     """Convert in place what a weight-only model computes with: parameters, and what weights are dequantised to.
 
     Scales stay in float32, and so do other buffers: tables such as rotary frequencies lose their meaning in 16 bits.
-    Buffers that were of that type in the float model are of it again. Norms with statistics stay as a whole, since PyTorch takes their parameters in the type of these.
+    Buffers that were of that type in the float model are of it again. Norms with statistics stay as a whole, since
+    PyTorch takes their parameters in the type of these.
     """
     norms = [module for module in live.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
