@@ -143,7 +143,8 @@ class Distiller:
 
     def _progressive(self, hard: Tensor | None, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
         """The soft loss of samples that are not known is 0, and so is their share of the weight."""
-        assert index is not None and hard is not None
+        assert index is not None
+        assert hard is not None
         previous, current = self._tables(logits)
         rows = index.to(current.device)
         if highest:

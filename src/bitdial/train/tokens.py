@@ -21,10 +21,10 @@ def rows_in(tokens: int, length: int) -> int:
 class TokenData:
     """Training data from token streams: rows of `length` tokens, with the next token of each as its target.
 
-    A stream is a one-dimensional array of token numbers, such as `tokenize_text` gives. It may be mapped from a disk: only
-    the rows of a batch are read. Row i of a stream begins at token i * length, and what is left at its end is not used.
-    Streams do not share rows. Each pass over all rows has an order of its own. An epoch is `steps` batches (default:
-    one pass), and goes on where the one before ended, so that its length decides when there is a report, not what is
+    A stream is a one-dimensional array of token numbers, such as `tokenize_text` gives. It may be mapped from a disk:
+    only the rows of a batch are read. Row i of a stream begins at token i * length, and what is left at its end is not
+    used. Each pass over the rows of all streams has an order of its own. An epoch is `steps` batches (default: one
+    pass), and goes on where the one before ended, so that its length decides when there is a report, not what is
     trained. Several ranks take equal shares of each batch.
     """
 
