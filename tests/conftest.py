@@ -143,7 +143,7 @@ def tiny_language(tmp_path_factory: pytest.TempPathFactory) -> TinyLanguage:
     place = tmp_path_factory.mktemp("language")
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        words = "the cat sat on a mat and one dog ran to it".split()
+        words = ["the", "cat", "sat", "on", "a", "mat", "and", "one", "dog", "ran", "to", "it"]
         drawn = torch.randint(len(words), (200, 12)).tolist()
         text = "".join(" ".join(words[i] for i in line) + ".\n" for line in drawn)
         (place / "text.txt").write_text(text)

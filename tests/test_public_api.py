@@ -30,6 +30,7 @@ PUBLIC = [
     "Sensitivity",
     "Shift",
     "TensorBoard",
+    "TokenData",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -67,6 +68,7 @@ PUBLIC = [
     "search",
     "set_bits",
     "token_rows",
+    "tokenize_text",
     "train",
     "view_at_bits",
 ]

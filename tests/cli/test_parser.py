@@ -77,7 +77,7 @@ def test_options_of_train_llm_are_those_of_the_recipe() -> None:
     options = {a.dest: a for a in llm._actions if a.dest != "help"}
     assert set(fields) - set(options) == {"command", "progress"}
     assert set(options) <= set(fields)
-    given = build_parser().parse_args("train llm --model m --text a b --out x".split())
+    given = build_parser().parse_args(["train", "llm", "--model", "m", "--text", "a", "b", "--out", "x"])
     assert given.__dict__.keys() == {"action", "recipe", "verbose", "model", "text", "out"}
     said = 0
     for name, action in options.items():

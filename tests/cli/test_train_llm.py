@@ -61,11 +61,6 @@ def test_a_run_that_is_stopped_saves_itself(
     assert "Going on from step 3 of 4" in capsys.readouterr().out
 
 
-def break_config(name: str, value: Any) -> None:
-    path = Path("llama/config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-
-
 @pytest.mark.parametrize(
     ("more", "problem"),
     [

@@ -210,7 +210,7 @@ def test_generated_rows_are_trained_on(options: LlmOptions) -> None:
     language = LanguageModel.read(options.model)
     texts = Texts.read(options.text, language, options.out, length=16, held_out=64, tell=lambda line: None)
     more = texts.with_generated(language, options.out, rows=5, length=16, seed=0)
-    plain, both = (TokenData(*one.streams, length=16, batch_size=1) for one in (texts, more))
+    plain, both = (TokenData(one.streams, length=16, batch_size=1) for one in (texts, more))
     assert plain.samples is not None
     assert both.samples == plain.samples + 5
     assert 0 not in more.streams[1][::16][:5], "no row begins with the end of a text"
@@ -240,13 +240,11 @@ def test_the_end_of_the_text_is_held_out(options: LlmOptions) -> None:
     [({}, (3, 2)), ({"steps": 7}, (3, 3)), ({"steps": 2}, (2, 1)), ({"steps": 1000, "tokens": 10 * 64 + 1}, (3, 4))],
     ids=str,
 )
-def test_steps_become_whole_intervals(
-    changes: dict[str, Any], intervals: tuple[int, int], options: LlmOptions
-) -> None:
+def test_steps_become_whole_intervals(changes: dict[str, Any], intervals: tuple[int, int], options: LlmOptions) -> None:
     assert changed(options, **changes).intervals == intervals
 
 
 def test_what_saves_memory_or_reports_does_not_name_a_run(options: LlmOptions) -> None:
-    other = changed(options, checkpointing=True, evaluations=6, checkpoint_every=5, shard=True)
+    other = changed(options, checkpointing=True, evaluations=6, checkpoint_every=5)
     assert other.settings() == options.settings()
     assert changed(options, lr=1.0).settings() != options.settings()

@@ -16,7 +16,7 @@ OTHER = np.arange(1000, 1035, dtype=np.int64)  # three rows, and four tokens tha
 
 def data(**changes: Any) -> TokenData:
     settings = {"length": 10, "batch_size": 4, "seed": 3, "steps": 2} | changes
-    return TokenData(STREAM, OTHER, **settings)
+    return TokenData([STREAM, OTHER], **settings)
 
 
 def all_rows(source: TokenData, epochs: int) -> Tensor:
@@ -80,6 +80,6 @@ def test_what_cannot_be(changes: dict[str, Any], problem: str) -> None:
 
 
 def test_a_stream_is_one_row_of_whole_numbers() -> None:
-    for wrong in (np.zeros((3, 4), dtype=np.int32), np.zeros(30), [1, 2, 3]):
+    for wrong in (np.zeros((3, 4), dtype=np.int32), np.zeros(30), "text", [1, 2]):
         with pytest.raises(ConfigError, match="one-dimensional"):
             TokenData(wrong, length=2, batch_size=1)  # type: ignore[arg-type]

@@ -4,8 +4,7 @@ The loss is the KL divergence from the float model's logits, at temperature 1, a
 be kept, not another text learned. The rate is small (2e-5) with a cosine to 0, as in LLM-QAT, ParetoQ and EfficientQAT.
 Perplexity on the end of the text, which is not trained on, is taken at each width at intervals.
 
-Under torchrun each process trains on its share of every batch, and process 0 writes. With `shard` each process holds
-its part of every block (FSDP2), for models that fit no single GPU.
+Under torchrun each process trains on its share of every batch, and process 0 writes.
 """
 
 import platform
@@ -110,7 +109,7 @@ def _train(
     intervals, steps = options.intervals
     device = next(teacher.parameters()).device
     data = TokenData(
-        *texts.streams, length=options.length, batch_size=options.batch, seed=options.seed, steps=steps, device=device
+        texts.streams, length=options.length, batch_size=options.batch, seed=options.seed, steps=steps, device=device
     )
     config = TrainConfig(
         **settings_of(TrainConfig, run.settings),

@@ -1,6 +1,6 @@
 """Rows of tokens from one long stream, in an order that (seed, step) alone decides: resumable at any step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,21 @@ def rows_in(tokens: int, length: int) -> int:
 
 
 class TokenData:
-    """Training data from token streams: rows of `length` tokens, with the next token of each as its target.
+    """Training data for language models: rows of `length` tokens, with the next token of each as its target.
 
-    A stream is a one-dimensional array of token numbers, such as `tokenize_text` gives. It may be mapped from a disk:
-    only the rows of a batch are read. Row i of a stream begins at token i * length, and what is left at its end is not
-    used. Each pass over the rows of all streams has an order of its own. An epoch is `steps` batches (default: one
-    pass), and goes on where the one before ended, so that its length decides when there is a report, not what is
-    trained. Several ranks take equal shares of each batch.
+    `tokens` is a stream, a one-dimensional array such as `tokenize_text` gives, or several of them. It may be mapped
+    from a disk: only the rows of a batch are read. Row i of a stream begins at token i * length, and what is left at
+    its end is not used. Each pass over the rows of all streams has an order of its own. An epoch is `steps` batches
+    (default: one pass), and goes on where the one before ended, so that its length decides when there is a report, not
+    what is trained. Several ranks take equal shares of each batch.
     """
 
     resumable = True
 
     def __init__(
         self,
-        *streams: Tokens,
+        tokens: Tokens | Sequence[Tokens],
+        *,
         length: int,
         batch_size: int,
         seed: int = 0,
@@ -42,6 +43,7 @@ class TokenData:
         for name, value in (("length", length), ("batch_size", batch_size), ("steps", 1 if steps is None else steps)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+        streams = tuple(tokens) if isinstance(tokens, tuple | list) else (tokens,)
         for stream in streams:
             if getattr(stream, "ndim", None) != 1 or not np.issubdtype(stream.dtype, np.integer):
                 raise ConfigError("a token stream must be a one-dimensional numpy array of whole numbers")
@@ -51,8 +53,8 @@ class TokenData:
         self._counts = [rows_in(len(stream), length) for stream in streams]
         self.samples: int | None = sum(self._counts)
         if self.samples == 0:
-            tokens = sum(map(len, streams))
-            raise ConfigError(f"{tokens} tokens are less than one row of length {length} and the token behind it")
+            count = sum(map(len, streams))
+            raise ConfigError(f"{count} tokens are less than one row of length {length} and the token behind it")
         self.steps = steps or -(-self.samples // batch_size)
 
     def __len__(self) -> int:
