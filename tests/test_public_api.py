@@ -63,6 +63,7 @@ PUBLIC = [
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",
+    "rotate",
     "save",
     "save_checkpoint",
     "search",

@@ -102,11 +102,13 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
 
 def test_the_page_on_pretrained_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL")
+    pytest.importorskip("transformers", minversion="5")
     names = run("docs/pretrained.md")
     found = re.findall(r"^(\d) tensor\(([\d.]+)\) [\d.]+$", capsys.readouterr().out, re.M)
     assert [int(bits) for bits, _ in found] == [8, 6, 4, 3]
     assert float(found[0][1]) > 0.9, "8 bits answer as the float model does"
     assert read_artifact("mobile.safetensors").metrics["image_settings"] == names["settings"].to_dict()
+    assert [block.name for block in names["report"].blocks] == ["model.layers.0", "model.layers.1", "lm_head"]
 
 
 def test_the_page_on_language_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.planning.cost import measure_costs
     from bitdial.prepare.config import QuantConfig, Rule
     from bitdial.prepare.prepare import prepare
+    from bitdial.prepare.rotate import rotate
     from bitdial.prepare.transitions import add_transitions
     from bitdial.sensitivity.hutchinson import hessian_trace
     from bitdial.sensitivity.result import Sensitivity
@@ -112,6 +113,7 @@ __all__ = [
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",
+    "rotate",
     "save",
     "save_checkpoint",
     "search",
@@ -146,6 +148,7 @@ _load_when_asked(
         "bitdial.planning.cost": "measure_costs",
         "bitdial.prepare.config": "QuantConfig Rule",
         "bitdial.prepare.prepare": "prepare",
+        "bitdial.prepare.rotate": "rotate",
         "bitdial.prepare.transitions": "add_transitions",
         "bitdial.sensitivity.hutchinson": "hessian_trace",
         "bitdial.sensitivity.result": "Sensitivity",
