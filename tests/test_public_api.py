@@ -30,6 +30,7 @@ PUBLIC = [
     "Sensitivity",
     "Shift",
     "TensorBoard",
+    "TokenData",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -68,6 +69,7 @@ PUBLIC = [
     "search",
     "set_bits",
     "token_rows",
+    "tokenize_text",
     "train",
     "view_at_bits",
 ]

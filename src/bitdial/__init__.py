@@ -50,10 +50,12 @@ if _typing.TYPE_CHECKING:
         JointStep,
         Shift,
         TensorBoard,
+        TokenData,
         TrainConfig,
         joint_trainer,
         load_checkpoint,
         save_checkpoint,
+        tokenize_text,
         train,
     )
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
@@ -78,6 +80,7 @@ __all__ = [
     "Sensitivity",
     "Shift",
     "TensorBoard",
+    "TokenData",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -116,6 +119,7 @@ __all__ = [
     "search",
     "set_bits",
     "token_rows",
+    "tokenize_text",
     "train",
     "view_at_bits",
 ]
@@ -148,8 +152,8 @@ _load_when_asked(
         "bitdial.prepare.transitions": "add_transitions",
         "bitdial.sensitivity.hutchinson": "hessian_trace",
         "bitdial.sensitivity.result": "Sensitivity",
-        "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TrainConfig "
-        "joint_trainer load_checkpoint save_checkpoint train",
+        "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TokenData "
+        "TrainConfig joint_trainer load_checkpoint save_checkpoint tokenize_text train",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },
