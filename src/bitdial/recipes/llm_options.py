@@ -10,7 +10,7 @@ from bitdial.recipes.outcome import check_results
 
 OF_THE_FILE = ("bit_choices", "scheme", "group_size", "activations", "start")  # not for a run that starts from one
 _NOT_SETTINGS = ("out", "model", "text", "calibrated", "name", "results", "command", "progress", "replace")
-_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "tokens")
+_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "shard", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class LlmOptions:
     evaluations: int = 10
     checkpoint_every: int | None = None
     checkpointing: bool = False  # of activations
+    shard: bool = False  # each process holds a part of the model
 
     def __post_init__(self) -> None:
         least = {"length": 2, "batch": 1, "steps": 1, "held_out": 2, "evaluations": 1, "group_size": 0, "generate": 0}
