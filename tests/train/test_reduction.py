@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError, TrainingError
+from bitdial.artifact import save
+from bitdial.errors import ArtifactError, ConfigError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
 from bitdial.train import (
     ArrayData,
@@ -222,6 +223,8 @@ def test_a_sharded_step_alone_in_a_group_is_that_without_one(
                 save_checkpoint(tmp_path / f"{sharded}.ckpt", step)
         ends.append({name: whole(value) for name, value in model.state_dict().items()})
         if sharded:
+            with pytest.raises(ArtifactError, match="is spread over processes"):
+                save(model, tmp_path / "model.safetensors")
             load_checkpoint(tmp_path / "False.ckpt", step)
             for batch in batches[1:]:
                 step(batch.inputs, batch.targets)

@@ -46,6 +46,7 @@ def _quantisation(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--activations", metavar="KIND", help="how activations are quantised (default: float)")
     group.add_argument("--start", choices=STARTS, help="how scales start (default: balanced)")
+    group.add_argument("--rotate", action="store_true", help="rotate the model first; for quantised activations")
     group.add_argument(
         "--calibrated", type=Path, metavar="FILE", help="an artifact of the same model to start from, with its widths"
     )

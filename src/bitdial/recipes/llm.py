@@ -27,6 +27,7 @@ from bitdial.files.atomic import write_json
 from bitdial.live.load import load_trainable
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
+from bitdial.prepare.rotate import rotate
 from bitdial.recipes.language_model import LanguageModel, Texts
 from bitdial.recipes.llm_options import LlmOptions
 from bitdial.recipes.outcome import add_result, run_name, settings_of
@@ -184,7 +185,8 @@ def _prepared(
     else:
         rows = next(data.batches(0)).inputs
         assert isinstance(rows, Tensor)
-        model = prepare(teacher, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
+        source = rotate(teacher) if run.options.rotate else teacher  # which says the same
+        model = prepare(source, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
     inner: Any = model
     inner.config.use_cache = False
     if run.options.checkpointing:

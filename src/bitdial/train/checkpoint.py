@@ -45,6 +45,8 @@ def write_checkpoint(
     path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any], beside: dict[str, Tensor]
 ) -> None:
     """As `save_checkpoint`, with the tensors `beside` too."""
+    if any(hasattr(value, "to_local") for value in beside.values()):
+        raise CheckpointError("a callback keeps tensors that are spread over processes, as Ema does; leave it out")
     tensors = state_tensors(unwrap(step.model), _optimizers(step), step=step.step)
     tensors |= {f"beside.{name}": value for name, value in beside.items()}
     if step.own is not None:
