@@ -64,7 +64,9 @@ def test_positions_of_huge_values_that_are_clipped_do_not_stretch_the_others() -
 
 
 def test_usual_positions_are_all_weighted_alike() -> None:
-    x = torch.randn(40, 64, 5, generator=torch.Generator().manual_seed(0)) * 3 + 100
+    x = torch.randn(40, 64, 5, 3, generator=torch.Generator().manual_seed(0)) * 3 + 100
     found = reference_of(x.split([7, 33]), "norm")
+    assert found.weights is not None
     assert all(bool((each == 1).all()) for each in found.weights)
+    assert reference_of([x[..., 0]], "norm").weights is None, "a sequence"
     torch.testing.assert_close(found.moments.variance, moments([x], "norm").variance, rtol=1e-5, atol=0)

@@ -24,6 +24,7 @@ from bitdial.artifact.format import (
 )
 from bitdial.artifact.graph import graph_entry
 from bitdial.artifact.read import read_artifact
+from bitdial.artifact.widened import shorten
 from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, PlanError
@@ -32,6 +33,7 @@ from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.nn.decompose import decomposed_modules
+from bitdial.nn.rotation import rotation_entry
 from bitdial.nn.single_width import check_trained_widths
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
@@ -59,6 +61,11 @@ def save(
         raise ArtifactError("the model is a live one; save takes one from prepare() or load_trainable(path)")
     if not layers:
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
+    if sharded := [name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")]:
+        raise ArtifactError(
+            f"{sharded[0]!r} is spread over processes (fully_shard); load the whole state, which get_model_state_dict "
+            "of torch.distributed.checkpoint.state_dict gives, into a prepared model that is not, and save that"
+        )
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
@@ -75,6 +82,7 @@ def save(
         **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()},
     }
     _check_values(tensors)
+    widened = shorten(model, layers, tensors)
     for name, plan in (plans or {}).items():
         if not isinstance(plan, BitPlan):
             raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
@@ -101,6 +109,10 @@ def save(
     }
     if decomposed := decomposed_modules(model):
         manifest["decomposed"] = decomposed
+    if (rotation := rotation_entry(model)) is not None:
+        manifest["rotation"] = rotation
+    if widened:
+        manifest["widened"] = widened
     if site_table:
         manifest["sites"] = site_table
     if (graph := graph_entry(model, (*layers, *norms))) is not None:

@@ -2,8 +2,8 @@
 
 Statistics estimated anew on a few hundred samples lose points by themselves. So they are corrected instead: by how much
 the mean of a norm's input has moved against the float model on the same samples, and by how many times its variance
-has grown. Each norm is corrected before the next layer runs. Both are moments in which a position of unusual energy
-counts as any other (see `positions`).
+has grown. Each norm is corrected before the next layer runs. Both are moments in which a pixel of unusual energy counts
+as any other (see `positions`).
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ _LEAST_VARIANCE = 1e-6  # of a channel, over the mean of all: below it there is 
 
 
 class Reference(NamedTuple):
-    """What a norm reads in the float model: its moments, and the weight of each position, batch by batch."""
+    """What a norm reads in the float model: its moments, and the weights of pixels, batch by batch; None: all alike."""
 
     moments: Moments
-    weights: list[Tensor]
+    weights: list[Tensor] | None
 
 
 def reference_of(inputs: Sequence[Tensor], name: str) -> Reference:
-    """The moments of what a norm reads in the float model, with positions of unusual energy held back."""
-    weights = position_weights(inputs, 1)
+    """The moments of what a norm reads in the float model, with pixels of unusual energy held back."""
+    weights = position_weights(inputs, 1) if inputs[0].dim() > 3 else None
     return Reference(moments(inputs, name, weights), weights)
 
 
 def moments(inputs: Sequence[Tensor], name: str, weights: Sequence[Tensor] | None = None) -> Moments:
-    """The moments of a norm's `inputs` (N, C, ...), all batches together; positions have `weights` (N, 1, ...)."""
+    """The moments of a norm's `inputs` (N, C, ...), all batches together; pixels have `weights` (N, 1, ...)."""
     found = moments_of(inputs, 1, weights)
     if not bool((torch.isfinite(found.mean) & torch.isfinite(found.variance)).all()):
         raise QuantizationError(f"norm {name!r}: its input holds NaN or infinity; check the batches and the weights")

@@ -1,10 +1,10 @@
-"""How much each position of an activation counts: one with huge values counts as one, not as hundreds.
+"""How much each pixel of an activation counts: one with huge values counts as one, not as hundreds.
 
-A position is a pixel, a token or a sample: all channels at one place. Some networks put values of 30 to 50 standard
-deviations, in all channels, at a few of them; MobileNetV2 does in the corners of some images. There they matter no more
-than elsewhere, since a mean over positions follows. But they make up a good part of every variance and of every squared
-error. If they are clipped, which is right, a norm would take all other positions for too small and stretch them. So
-statistics and errors are weighted: a position of many times the usual energy counts by its relative error.
+Some networks put values of 30 to 50 standard deviations, in all channels, at a few places; MobileNetV2 does in the
+corners of some images. There they matter no more than elsewhere, since a mean over all places follows. But they make up
+a good part of every variance and of every squared error. If they are clipped, which is right, a norm would take all
+other pixels for too small and stretch them. So statistics and errors are weighted: a pixel of many times the usual
+energy counts by its relative error. Tokens of a sequence are not weighted: models make use of single large ones.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_ENERGY = 2.0  # of a position, in means of all, up to which it counts as it is
+MOST_ENERGY = 2.0  # of a pixel, in means of all, up to which it counts as it is
 
 
 class Moments(NamedTuple):

@@ -7,8 +7,8 @@ The loss is
 
     sum over widths of importance * log(error + tolerance),    error = |out - float out|^2 / |float out|^2
 
-so that each width counts by its relative error, and one that is good already does not hold the others back. Positions
-with huge values count as any other in an error (see `positions`).
+so that each width counts by its relative error, and one that is good already does not hold the others back. Pixels
+with huge values count as any others in an error (see `positions`).
 
 As in QDrop, quantisation is dropped at random: in each iteration a share of what the block reads, and of the
 activations inside it, is as in float.

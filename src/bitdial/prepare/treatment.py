@@ -57,7 +57,7 @@ def decide(
         if kind.multiplies and name in ends.stems:
             treatments[name] = _end(default, config, "is a first layer, which the inputs reach (keep_first_last)")
         if kind.gathers:
-            reason = f"is quantised where a rule asks for it: Rule(type={kind.name!r}, quantize=True)"
+            reason = f"is of kind {kind.name}, which only a rule quantises: Rule(type={kind.name!r}, quantize=True)"
             treatments[name] = default.kept(reason, "default")
     for rule in config.rules:
         matched = [name for name, layer in candidates.items() if _matches(rule, name, layer)]
@@ -128,8 +128,8 @@ def without_float_owners(
         others = [o for o in owners[weight] if o not in candidates or not treatments[o].quantize]
         if others and treatments[name].asked_for:
             raise ConfigError(
-                f"layer {name!r}: a rule asks to quantise it, but {others[0]!r} uses the same weight in "
-                "float; untie them or drop the rule"
+                f"layer {name!r}: a rule asks to quantise it, but {others[0]!r} uses the same weight in float; "
+                f"quantise that too, by Rule(pattern={others[0]!r}, quantize=True), untie them or drop the rule"
             )
         if others:
             treatments[name] = treatments[name].kept(
