@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Walk:
             self.warnings.append(f"{problem}; it is calibrated layer by layer, which takes longer and finds less")
             self.blocks = single_blocks(_in_order(model, inputs[0]))
             self.traced = False
+
+    def batches_of(self, samples: int) -> int:
+        """How many of the first batches have `samples` samples together, or all of them."""
+        counts = list(accumulate(_count(batch) for batch in self.inputs))
+        return next((number for number, total in enumerate(counts, start=1) if total >= samples), len(counts))
 
     def start(self) -> Values:
         """The values before the first block."""
