@@ -37,7 +37,6 @@ def _windows(layer: Any, x: Tensor, places: Callable[[int], Tensor]) -> Tensor:
     return rows.unflatten(1, (layer.groups, -1)).flatten(2).transpose(0, 1)
 
 
-
 ROWS: dict[LayerKind, Callable[[Any, Tensor, Callable[[int], Tensor]], Tensor]] = {
     LINEAR: _tokens,
     CONV1D: _windows,

@@ -1,4 +1,4 @@
-"""Round the layers of a block jointly for all widths, one after the other, each on what the rounded ones before it give."""
+"""Round the layers of a block for all widths at once: one after the other, on what the rounded ones before them give."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,12 +51,12 @@ class BlockRounding:
     ) -> None:
         """Round all layers, in place.
 
-        `plain` and `quantized` are what the block reads in float and at each width. `leave` is what is done at a norm of
-        the float model on the way; `corrector` makes what is done at those of the quantised one, over all widths.
+        `plain` and `quantized` are what the block reads in float and at each width. On the way, `leave` is called at
+        the norms of the float model, and what `corrector` makes at those of the quantised one.
         """
         for names in self._by_input(plain, leave):
             first = names[0]
-            inputs, correct = {0: self._inputs(self.reference, first, plain, leave)}, corrector()
+            inputs, correct = dict[int, list[Tensor]](), corrector()
             for width, plan in self.settings.items():
                 set_bits(self.model, plan)
                 inputs[width] = self._inputs(self.model, first, quantized[width], correct)
@@ -102,15 +102,14 @@ class BlockRounding:
         assert isinstance(layer, QuantLayer)
         kind, quantizer, high = layer.kind, layer.weight_quantizer, layer.bit_choices[0]
 
-        def rows(given: Callable[[Tensor], Tensor], width: int) -> Tensor:
-            found = input_rows(kind, layer, [given(x) for x in inputs[width]], seed=self.seed)
-            return found - found.mean(dim=1, keepdim=True) if name in self.centred else found
-
         settings = []
         for width, plan in self.settings.items():
             set_bits(self.model, plan)
+            rows = input_rows(kind, layer, [layer.quantized_input(x) for x in inputs[width]], seed=self.seed)
+            if name in self.centred:  # the norm behind it makes up for a shift of the mean
+                rows -= rows.mean(dim=1, keepdim=True)
             table = _values(layer, self.bits[width][name][0])
-            settings.append(Setting(table, rows(layer.quantized_input, width), self.config.importance_of(width)))
+            settings.append(Setting(table, rows, self.config.importance_of(width)))
         weight = kind.to_rows(plain, plain.weight)  # type: ignore[arg-type]
         shape, groups = weight.shape, settings[0].inputs.shape[0]
         scale = quantizer.scale_of(weight, high)
@@ -125,7 +124,6 @@ class BlockRounding:
             by_group(weight),
             by_group(spread),
             by_group(codes),
-            rows(lambda x: x, 0),
             settings,
             tolerance=SHARE * self.config.tolerance,
         )

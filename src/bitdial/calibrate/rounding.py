@@ -1,18 +1,18 @@
-"""Round a weight for all widths at once: the one stored code of each weight, so that the layer's outputs are right.
+"""Round a weight for all widths at once: choose the one stored code of each weight by what the layer gives.
 
-Rounding each weight to the nearest code is best for the weight, not for the layer. Inputs are correlated, so the error of
-one weight can be made up for by others. One width alone is rounded so by GPTQ and its kin. Here one code serves all
-widths: it is chosen by the sum, over the widths, of the layer's error at each,
+Rounding each weight to the nearest code is best for the weight, not for the layer. Inputs are correlated, so the error
+of one weight can be made up for by others. GPTQ and its kin do so for one width. Here one code serves all widths: it is
+chosen by the sum, over the widths, of the layer's error at each,
 
-    sum over widths of  E|x_b V_b - x W|^2 / (own error + tolerance)
+    sum over widths of  E|x_b (V_b - W)|^2 / (own error + tolerance)
 
-with V_b what the codes mean at width b, x_b the layer's input in the model at width b, and x, W those of the float model.
-Each width counts by its relative error, as in `reconstruct`.
+with W the float weight, V_b what the codes mean at width b, and x_b the layer's inputs in the model at width b. Each
+width counts by its relative error, as in `reconstruct`.
 
-It is minimised code by code (coordinate descent). For one weight, the others fixed, the error at each width is a parabola
-over the values of its code. So the best of all codes is found exactly, for all rows at once, column after column, in a few
-sweeps. Codes with the same values at all lower widths form a segment; in each, the code nearest to the minimum of the
-highest width is the only candidate.
+It is minimised code by code (coordinate descent). For one weight, the others fixed, the error at each width is a
+parabola over the values of its code. So the best of all codes is found exactly, for all rows at once, column after
+column, in a few sweeps. Codes with the same values at all lower widths form a segment; in each, the code nearest to the
+minimum of the highest width is the only candidate.
 """
 
 from collections.abc import Sequence
@@ -41,26 +41,22 @@ class Setting:
 
 
 class _Term:
-    """The error of one setting: V H V' - 2 V C W' + W H0 W', and its gradient along the codes."""
+    """The error of one setting, (V - W) H (V - W)', and its gradient along the codes."""
 
-    def __init__(self, setting: Setting, plain: Tensor, weight: Tensor):
-        x, count = setting.inputs, setting.inputs.shape[1]
-        self.values, self.importance = setting.values, setting.importance
-        self.second = x.transpose(1, 2) @ x / count  # (groups, inputs, inputs)
-        cross = x.transpose(1, 2) @ plain / count
-        damping = DAMPING * self.second.diagonal(dim1=1, dim2=2).mean(dim=1) + 1e-12
-        self.second.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-        cross.diagonal(dim1=1, dim2=2).add_(damping[:, None])
-        self.wanted = weight @ cross.transpose(1, 2)  # (groups, rows, inputs): W C'
-        self.diagonal = self.second.diagonal(dim1=1, dim2=2).contiguous()
-        outputs = weight @ plain.transpose(1, 2)
-        self.energy = outputs.square().mean(dim=2) + damping[:, None] * weight.square().sum(dim=2)
+    def __init__(self, setting: Setting, weight: Tensor):
+        x = setting.inputs
+        self.values, self.importance, self.wanted = setting.values, setting.importance, weight
+        self.second = x.transpose(1, 2) @ x / x.shape[1]  # (groups, inputs, inputs): H
+        squares = self.second.diagonal(dim1=1, dim2=2)
+        squares.add_(DAMPING * squares.mean(dim=1, keepdim=True) + 1e-12)
+        self.diagonal = squares.contiguous()
+        self.energy = (weight @ self.second).mul_(weight).sum(dim=2)
 
     def start(self, codes: Tensor, scale: Tensor) -> None:
         """Half the gradient of the error at `codes`, and the error of each row (groups, rows)."""
-        value = self.values[codes] * scale
-        self.gradient = value @ self.second - self.wanted
-        self.error = (value * (self.gradient - self.wanted)).sum(dim=2) + self.energy
+        apart = self.values[codes] * scale - self.wanted
+        self.gradient = apart @ self.second
+        self.error = (apart * self.gradient).sum(dim=2)
 
     def weigh(self, tolerance: float) -> None:
         """How much the error of each row weighs, (groups, rows): by its relative size."""
@@ -80,14 +76,13 @@ def segments(tables: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def round_jointly(
-    weight: Tensor, scale: Tensor, codes: Tensor, plain: Tensor, settings: Sequence[Setting], *, tolerance: float
+    weight: Tensor, scale: Tensor, codes: Tensor, settings: Sequence[Setting], *, tolerance: float
 ) -> Tensor:
-    """Codes of `weight` (groups, rows, inputs) that serve all `settings`, from `codes` on, as indices into their values.
+    """Codes of `weight` (groups, rows, inputs) for all `settings`, as indices into their values, from `codes` on.
 
-    `scale` (groups, rows, inputs) is that of each weight, `plain` (groups, samples, inputs) the float model's inputs, the
-    same samples as in the settings. Groups are those of a convolution; other layers have one.
+    `scale` (groups, rows, inputs) is that of each weight. Groups are those of a convolution; other layers have one.
     """
-    terms = [_Term(setting, plain, weight) for setting in settings]
+    terms = [_Term(setting, weight) for setting in settings]
     fine = [term for term in terms if bool((term.values[1:] > term.values[:-1]).all())]
     coarse = [term for term in terms if term not in fine]
     runs = segments([term.values for term in coarse] or [terms[0].values.new_zeros(len(terms[0].values))])
