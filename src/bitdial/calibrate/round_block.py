@@ -1,4 +1,4 @@
-"""Round the layers of a block for all widths at once: one after the other, on what the rounded ones before them give."""
+"""Round the layers of a block for all widths at once, one after the other, on what the rounded ones before give."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,10 +108,10 @@ class BlockRounding:
             rows = input_rows(kind, layer, [layer.quantized_input(x) for x in inputs[width]], seed=self.seed)
             if name in self.centred:  # the norm behind it makes up for a shift of the mean
                 rows -= rows.mean(dim=1, keepdim=True)
-            table = _values(layer, self.bits[width][name][0])
-            settings.append(Setting(table, rows, self.config.importance_of(width)))
+            second, table = rows.transpose(1, 2) @ rows / rows.shape[1], _values(layer, self.bits[width][name][0])
+            settings.append(Setting(table, second, self.config.importance_of(width)))
         weight = kind.to_rows(plain, plain.weight)  # type: ignore[arg-type]
-        shape, groups = weight.shape, settings[0].inputs.shape[0]
+        shape, groups = weight.shape, len(settings[0].second)
         scale = quantizer.scale_of(weight, high)
         least = quantizer.rule.stored_range(high)[0]
         codes = bf.quantize(weight, scale, bits=high, scheme=quantizer.scheme).long() - least

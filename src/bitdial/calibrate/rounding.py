@@ -31,12 +31,12 @@ class Setting:
     """What one setting of the dial asks of a layer.
 
     values      (codes,) what each code that can be stored is worth there, in steps of the stored codes
-    inputs      (groups, samples, inputs) the layer's inputs there, as rows
+    second      (groups, inputs, inputs) second moments of the layer's inputs there: mean of x' x over rows x
     importance  of its relative error
     """
 
     values: Tensor
-    inputs: Tensor
+    second: Tensor
     importance: float = 1.0
 
 
@@ -44,9 +44,8 @@ class _Term:
     """The error of one setting, (V - W) H (V - W)', and its gradient along the codes."""
 
     def __init__(self, setting: Setting, weight: Tensor):
-        x = setting.inputs
         self.values, self.importance, self.wanted = setting.values, setting.importance, weight
-        self.second = x.transpose(1, 2) @ x / x.shape[1]  # (groups, inputs, inputs): H
+        self.second = setting.second.clone()  # H
         squares = self.second.diagonal(dim1=1, dim2=2)
         squares.add_(DAMPING * squares.mean(dim=1, keepdim=True) + 1e-12)
         self.diagonal = squares.contiguous()
