@@ -101,3 +101,19 @@ def test_what_cannot_be_rounded_so_is_left() -> None:
         assert torch.equal(before, layer.weight)
     assert can_round(prepared(network()).get_submodule("query"))
     assert not can_round(nn.Linear(4, 4))
+
+
+def test_layers_without_a_norm_behind_them_aim_at_the_float_outputs() -> None:
+    """With enough rows; those of one input share their moments."""
+    for count, targeted in ((8, True), (4, False)):
+        model = prepared(network())
+        walk, plans = Walk(model, [inputs(count)]), {b: BitPlan(default=b) for b in BITS}
+        rounding = BlockRounding(model, float_copy(model), walk.blocks[0], plans, CalibrateConfig(), seed=0)
+        x = inputs(count)
+        known: dict[tuple[bool, int], object] = {}
+        given = {0: [x], **{b: [x + 0.1 * (8 - b)] for b in BITS}}
+        query, key = (rounding._layer_settings(name, given, known) for name in ("query", "key"))  # type: ignore[arg-type]
+        assert [setting.target is not None for setting in query] == [targeted] * 3
+        assert all(one.second is two.second and one.target is two.target for one, two in zip(query, key, strict=True))
+        rounding.centred = {"out"}
+        assert all(each.target is None for each in rounding._layer_settings("out", given, {}))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.calibrate import rounding
-from bitdial.calibrate.rounding import Setting, round_jointly, segments
+from bitdial.calibrate.rounding import Setting, Target, round_jointly, segments
 
 SCHEMES = ("double_rounding", "nested", "nested+8", "centred", "truncate")
 
@@ -121,3 +121,31 @@ def test_importance_decides_between_widths() -> None:
         found[importance] = [float(error(codes, weight, scale, s).sum()) for s in settings]
     assert found[0.01][0] > found[1.0][0]
     assert found[0.01][1] < found[1.0][1]
+
+
+def test_a_target_makes_up_for_what_inputs_have_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error against the float outputs is that of the codes against another weight, and a rest."""
+    weight, scale, nearest, _ = problem(8, (8,), inputs=12)
+    plain = correlated(400, 12)[None]
+    noisy = plain + 4 * torch.randn(plain.shape, generator=torch.Generator().manual_seed(2))
+    second, cross = moments(noisy), plain.transpose(1, 2) @ noisy / 400
+
+    def outputs_apart(codes: Tensor, values: Tensor) -> Tensor:
+        return (noisy @ (values[codes] * scale).mT - plain @ weight.mT).square().mean(dim=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rounding, "DAMPING", 0.0)
+        target = Target(second, cross, moments(plain))
+    wanted = weight + weight @ target.change
+    apart = table(8, 8)[nearest] * scale - wanted
+    found = (apart @ second * apart).sum(dim=2) + (weight @ target.rest * weight).sum(dim=2)
+    torch.testing.assert_close(found, outputs_apart(nearest, table(8, 8)), rtol=1e-3, atol=1e-3)
+    for bits in (8, 4):
+        values = table(8, bits)
+        errors = []
+        for each in (None, target):
+            codes = round_jointly(weight, scale, nearest, [Setting(values, second, target=each)], tolerance=1e-6)
+            errors.append(float(outputs_apart(codes, values).sum()))
+        assert errors[1] < 0.95 * errors[0], (bits, errors)
+    same = Target(second, second, second)
+    torch.testing.assert_close(same.change, torch.zeros_like(second))

@@ -12,12 +12,15 @@ from bitdial.calibrate.biases import followed_by_norm
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.input_rows import ROWS, input_rows
-from bitdial.calibrate.rounding import Setting, round_jointly
+from bitdial.calibrate.rounding import Setting, Target, round_jointly
 from bitdial.calibrate.values import AtNorm, ReachedError, Values
 from bitdial.dial.dial import resolve_plan, set_bits
 from bitdial.dial.plan import BitPlan
 from bitdial.nn import QuantLayer
 
+Moments = tuple[Tensor, Target | None]  # second moments of inputs, and what the layer should make of them
+PLAIN = 0  # the "width" of the float model
+ROWS_FOR_TARGET = 2  # for each input of a layer: with fewer, what was seen would be learned by heart
 SHARE = 0.1  # of the tolerance for a block: a layer is one of several in it
 
 
@@ -56,12 +59,13 @@ class BlockRounding:
         """
         for names in self._by_input(plain, leave):
             first = names[0]
-            inputs, correct = dict[int, list[Tensor]](), corrector()
+            inputs, correct = {PLAIN: self._inputs(self.reference, first, plain, leave)}, corrector()
             for width, plan in self.settings.items():
                 set_bits(self.model, plan)
                 inputs[width] = self._inputs(self.model, first, quantized[width], correct)
+            known = dict[tuple[bool, int], Moments]()
             for name in names:
-                self._round(name, inputs)
+                self._round(name, self._layer_settings(name, inputs, known))
 
     def _by_input(self, plain: Values, leave: AtNorm) -> list[list[str]]:
         """The layers to round, in the order in which they run; neighbours that read the same tensor together."""
@@ -97,19 +101,43 @@ class BlockRounding:
         return found
 
     @torch.no_grad()
-    def _round(self, name: str, inputs: Mapping[int, Sequence[Tensor]]) -> None:
+    def _layer_settings(
+        self, name: str, inputs: Mapping[int, Sequence[Tensor]], known: dict[tuple[bool, int], Moments]
+    ) -> list[Setting]:
+        """What each width asks of the layer `name`. `known` has the moments of layers before it with the same inputs.
+
+        A norm behind the layer makes up for a shift of the mean and for what is too large or small. Without one the
+        layer itself makes up for what its inputs have lost: its target is what the float model gives.
+        """
+        layer, centred = self.model.get_submodule(name), name in self.centred
+        assert isinstance(layer, QuantLayer)
+
+        def rows(given: Sequence[Tensor]) -> Tensor:
+            found = input_rows(layer.kind, layer, given, seed=self.seed)
+            return found - found.mean(dim=1, keepdim=True) if centred else found
+
+        made = list[Setting]()
+        for width, plan in self.settings.items():
+            set_bits(self.model, plan)
+            if (centred, width) not in known or layer.act_quantizer is not None:
+                own = rows([layer.quantized_input(x) for x in inputs[width]])
+                second, target = product_of(own, own), None
+                if not centred and own.shape[1] >= ROWS_FOR_TARGET * own.shape[2]:
+                    plain = rows(inputs[PLAIN])
+                    if (centred, PLAIN) not in known:
+                        known[centred, PLAIN] = product_of(plain, plain), None
+                    target = Target(second, product_of(plain, own), known[centred, PLAIN][0])
+                known[centred, width] = second, target
+            second, target = known[centred, width]
+            table = _values(layer, self.bits[width][name][0])
+            made.append(Setting(table, second, self.config.importance_of(width), target))
+        return made
+
+    @torch.no_grad()
+    def _round(self, name: str, settings: list[Setting]) -> None:
         layer, plain = self.model.get_submodule(name), self.reference.get_submodule(name)
         assert isinstance(layer, QuantLayer)
         kind, quantizer, high = layer.kind, layer.weight_quantizer, layer.bit_choices[0]
-
-        settings = []
-        for width, plan in self.settings.items():
-            set_bits(self.model, plan)
-            rows = input_rows(kind, layer, [layer.quantized_input(x) for x in inputs[width]], seed=self.seed)
-            if name in self.centred:  # the norm behind it makes up for a shift of the mean
-                rows -= rows.mean(dim=1, keepdim=True)
-            second, table = rows.transpose(1, 2) @ rows / rows.shape[1], _values(layer, self.bits[width][name][0])
-            settings.append(Setting(table, second, self.config.importance_of(width)))
         weight = kind.to_rows(plain, plain.weight)  # type: ignore[arg-type]
         shape, groups = weight.shape, len(settings[0].second)
         scale = quantizer.scale_of(weight, high)
@@ -130,6 +158,11 @@ class BlockRounding:
         stored = (best.reshape(shape) + least).to(torch.int8)
         made = bf.weight_of_codes(stored, scale, bits=high, scheme=quantizer.scheme)
         layer.weight.copy_(kind.from_rows(layer, made))
+
+
+def product_of(first: Tensor, second: Tensor) -> Tensor:
+    """The mean of x' y over the rows x and y (groups, samples, inputs) of both."""
+    return first.transpose(1, 2) @ second / first.shape[1]
 
 
 def _values(layer: QuantLayer, bits: int) -> Tensor:

@@ -4,10 +4,11 @@ Rounding each weight to the nearest code is best for the weight, not for the lay
 of one weight can be made up for by others. GPTQ and its kin do so for one width. Here one code serves all widths: it is
 chosen by the sum, over the widths, of the layer's error at each,
 
-    sum over widths of  E|x_b (V_b - W)|^2 / (own error + tolerance)
+    sum over widths of  E|x_b (V_b - W_b)|^2 / (own error + tolerance)
 
-with W the float weight, V_b what the codes mean at width b, and x_b the layer's inputs in the model at width b. Each
-width counts by its relative error, as in `reconstruct`.
+with V_b what the codes mean at width b, x_b the layer's inputs in the model at width b, and W_b the weight that is best
+for them: the float weight W, or what makes up for the change of the inputs, too (see `Target`). Each width counts by
+its relative error, as in `reconstruct`.
 
 It is minimised code by code (coordinate descent). For one weight, the others fixed, the error at each width is a
 parabola over the values of its code. So the best of all codes is found exactly, for all rows at once, column after
@@ -21,9 +22,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SWEEPS = 4
-COLUMNS = 64  # that are rounded before the errors of all others are brought up to date
+SWEEPS = 3
+COLUMNS = 32  # that are rounded before the errors of all others are brought up to date
 DAMPING = 0.01  # of the mean square of an input: keeps weights that the samples say little about near the float ones
+
+
+class Target:
+    """What a layer should give: x W, the outputs of the float model, though its inputs are x_b now.
+
+    E|x_b V - x W|^2 = E|x_b (V - W_b)|^2 + E|r W|^2: the weight of least squares is W_b = W (1 + change). What x_b says
+    nothing of, r, is there whatever the codes are. `rest` is the second moment of r.
+    """
+
+    def __init__(self, second: Tensor, cross: Tensor, plain: Tensor):
+        """`second` is that of x_b, `cross` the mean of x' x_b and `plain` that of x' x: (groups, inputs, inputs)."""
+        factor = torch.linalg.cholesky(damped(second))
+        self.change = torch.cholesky_solve((cross - second).transpose(1, 2), factor).transpose(1, 2)
+        self.rest = plain - cross @ torch.cholesky_solve(cross.transpose(1, 2), factor)
 
 
 @dataclass(frozen=True)
@@ -33,29 +48,41 @@ class Setting:
     values      (codes,) what each code that can be stored is worth there, in steps of the stored codes
     second      (groups, inputs, inputs) second moments of the layer's inputs there: mean of x' x over rows x
     importance  of its relative error
+    target      the outputs to come to; None: those of the float weight on the same inputs
     """
 
     values: Tensor
     second: Tensor
     importance: float = 1.0
+    target: Target | None = None
+
+
+def damped(second: Tensor) -> Tensor:
+    """Second moments (groups, inputs, inputs) with a share of their mean square added to each."""
+    made = second.clone()
+    squares = made.diagonal(dim1=1, dim2=2)
+    squares.add_(DAMPING * squares.mean(dim=1, keepdim=True) + 1e-12)
+    return made
 
 
 class _Term:
-    """The error of one setting, (V - W) H (V - W)', and its gradient along the codes."""
+    """The error of one setting, (V - W_b) H (V - W_b)' + rest, and its gradient along the codes."""
 
     def __init__(self, setting: Setting, weight: Tensor):
         self.values, self.importance, self.wanted = setting.values, setting.importance, weight
-        self.second = setting.second.clone()  # H
-        squares = self.second.diagonal(dim1=1, dim2=2)
-        squares.add_(DAMPING * squares.mean(dim=1, keepdim=True) + 1e-12)
-        self.diagonal = squares.contiguous()
+        self.second = damped(setting.second)  # H
+        self.diagonal = self.second.diagonal(dim1=1, dim2=2).contiguous()
         self.energy = (weight @ self.second).mul_(weight).sum(dim=2)
+        self.rest = torch.zeros_like(self.energy)
+        if (target := setting.target) is not None:
+            self.wanted = weight + weight @ target.change
+            self.rest = (weight @ target.rest).mul_(weight).sum(dim=2).clamp_min_(0)
 
     def start(self, codes: Tensor, scale: Tensor) -> None:
         """Half the gradient of the error at `codes`, and the error of each row (groups, rows)."""
         apart = self.values[codes] * scale - self.wanted
         self.gradient = apart @ self.second
-        self.error = (apart * self.gradient).sum(dim=2)
+        self.error = (apart * self.gradient).sum(dim=2) + self.rest
 
     def weigh(self, tolerance: float) -> None:
         """How much the error of each row weighs, (groups, rows): by its relative size."""
@@ -117,7 +144,7 @@ def _round_columns(
         codes[:, :, column] = best
         for term, gradient, change, rows in zip(terms, gradients, changes, among, strict=True):
             change[:, :, place] = (term.values[best] - term.values[own]) * step
-            gradient += change[:, :, place, None] * rows[:, None, place]
+            gradient[:, :, place + 1 :] += change[:, :, place, None] * rows[:, None, place, place + 1 :]
     for term, change in zip(terms, changes, strict=True):
         term.gradient += change @ term.second[:, columns]
 
