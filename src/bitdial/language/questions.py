@@ -48,8 +48,7 @@ def questions_in(file: Any, task: Task, limit: int | None = None) -> list[Questi
     documents = _rows if file.name.endswith(".arrow") else _requested
     try:
         for document in islice(documents(file), limit):
-            found.append(task.question(document))
-            _check(found[-1])
+            found.append(_checked(task.question(document)))
     except (OSError, EOFError, zlib.error, zipfile.BadZipFile) as problem:
         raise ConfigError(f"{file} is damaged ({problem}); {GET_IT}") from problem
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as problem:
@@ -95,9 +94,10 @@ def _requested(file: Any) -> Iterator[Document]:
                 yield request["doc"]
 
 
-def _check(question: Question) -> None:
+def _checked(question: Question) -> Question:
     texts = [text for pair in question.pairs for text in pair]
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("a text is empty")
     if type(question.gold) is not int or not 0 <= question.gold < len(question.pairs) or len(question.pairs) < 2:
         raise ValueError(f"answer {question.gold} of {len(question.pairs)}")
+    return question
