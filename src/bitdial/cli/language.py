@@ -16,9 +16,10 @@ from bitdial.cli.places import writing
 from bitdial.cli.tables import percent, setting_label, show_table
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError
-from bitdial.export.transformers import WEIGHTS, load_beside, load_float, load_pretrained, load_tokenizer
+from bitdial.export.transformers import WEIGHTS, load_beside, load_pretrained
 from bitdial.files.atomic import write_json
 from bitdial.language import evaluate_language, read_questions
+from bitdial.language.folder import load_float, load_tokenizer
 from bitdial.train.perplexity import read_text, token_rows
 
 FLOAT = "float"

@@ -30,14 +30,6 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-)
 AUTO_CLASSES = (
     "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification", "AutoModelForQuestionAnswering", "AutoModelForMultipleChoice",
@@ -178,31 +170,6 @@ def load_beside(
     artifact, config = read_artifact(path), Path(folder) / CONFIG
     model = _build(config, _json_object(config), artifact)
     return load_into(model, artifact, device=device, dtype=dtype, kernels=kernels)
-
-
-def load_float(folder: str | os.PathLike[str], *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The causal language model in a transformers `folder` as it is, in `dtype`; nothing is downloaded."""
-    transformers = _transformers()
-    try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as problem:
-        raise ConfigError(f"{folder}: transformers finds no causal language model there: {problem}") from problem
-    return model.eval()
-
-
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer in a transformers `folder`; nothing is downloaded and no code of the folder is run."""
-    transformers = _transformers()
-    if not any((Path(folder) / name).is_file() for name in VOCABULARIES):
-        raise ConfigError(
-            f"{folder} has no tokenizer (no {VOCABULARIES[0]}); copy the files of the float model's there"
-        )
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # whatever transformers makes of such files
-        raise ConfigError(f"{folder}: transformers cannot read the tokenizer: {problem}") from problem
 
 
 def _transformers() -> Any:
