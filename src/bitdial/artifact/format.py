@@ -75,6 +75,11 @@ class Artifact:
         """The tensor `name` of a layer or norm, None if it has no such."""
         return self.tensors.get(f"{owner}/{name}")
 
+    def wide(self, name: str) -> Tensor:
+        """The tensor of that full name; in float32 if the file has it in 16 bits and the model does not."""
+        tensor = self.tensors[name]
+        return tensor.float() if name in self.manifest.get("widened", ()) else tensor
+
     def owner(self, layer: str) -> str:
         """The layer whose weight `layer` uses: itself, or the one that it is tied to."""
         return self.layers[layer].get("tied_to", layer)

@@ -22,6 +22,7 @@ from bitdial.artifact.format import (
 from bitdial.artifact.graph import check_graph_entry
 from bitdial.artifact.rotation import check_rotation
 from bitdial.artifact.sites import check_sites
+from bitdial.artifact.widened import check_widened
 from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
@@ -107,6 +108,7 @@ class _Checker:
             )
         known = ("decomposed", "graph", "report", "rotation", "sites") if version == VERSION else ()
         optional: dict[str, type] = {key: dict for key in known if key in manifest}
+        optional |= {"widened": list} if version == VERSION and "widened" in manifest else {}
         _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
             _renew(manifest)
@@ -123,6 +125,7 @@ class _Checker:
         for name, how in manifest.get("decomposed", {}).items():
             if not isinstance(how, str) or how not in DECOMPOSITIONS:
                 raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
+        check_widened(self.artifact)
         if "rotation" in optional:
             check_rotation(manifest["rotation"])
         for name, entry in manifest["layers"].items():
@@ -151,7 +154,7 @@ class _Checker:
                 f"the tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
                 f"expected {dtype} of shape {shape}"
             )
-        if dtype == torch.float32 and not bool(torch.isfinite(tensor).all()):
+        if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
             raise ArtifactError(f"the tensor {name!r} holds NaN or infinity")
         self.expected.add(name)
         return tensor
@@ -192,7 +195,9 @@ class _Checker:
         else:
             self._weight(name, shape, entry["group_size"])
         if entry["bias"]:
-            self._tensor(f"{name}/bias", torch.float32, shape[:1])
+            bias = f"{name}/bias"
+            widened = bias in self.artifact.manifest.get("widened", ())
+            self._tensor(bias, self.artifact.tensors[bias].dtype if widened else torch.float32, shape[:1])
         self._activations(name, entry["activations"])
 
     def _groups(self, name: str, entry: dict[str, Any]) -> None:
