@@ -61,6 +61,11 @@ def save(
         raise ArtifactError("the model is a live one; save takes one from prepare() or load_trainable(path)")
     if not layers:
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
+    if sharded := [name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")]:
+        raise ArtifactError(
+            f"{sharded[0]!r} is spread over processes (fully_shard); load the whole state, which get_model_state_dict "
+            "of torch.distributed.checkpoint.state_dict gives, into a prepared model that is not, and save that"
+        )
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
