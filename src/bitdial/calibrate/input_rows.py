@@ -29,7 +29,8 @@ def _windows(layer: Any, x: Tensor, places: Callable[[int], Tensor]) -> Tensor:
     x = F.pad(x, padding_around(layer), mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode)
     for dim, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)):
         x = x.unfold(2 + dim, dilation * (size - 1) + 1, stride)
-    x = x[(..., *(slice(None, None, step) for step in layer.dilation))]
+    for dim, dilation in enumerate(layer.dilation, start=-len(layer.dilation)):
+        x = x.unfold(dim, 1, dilation).squeeze(-1)  # every `dilation`-th
     outputs = x.movedim(1, 1 + dims)  # (images, places, channels, kernel)
     counts = outputs.shape[: 1 + dims]
     chosen = torch.unravel_index(places(math.prod(counts)), counts)
