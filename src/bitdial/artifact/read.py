@@ -26,8 +26,9 @@ from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import KINDS, NORM_STATE, UNKNOWN
+from bitdial.nn import KINDS, NORM_STATE, UNKNOWN, LayerKind
 from bitdial.nn.decompose import DECOMPOSITIONS
+from bitdial.nn.layer_kinds import LINEAR
 from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
@@ -190,7 +191,7 @@ class _Checker:
             self._weight(name, shape, entry["group_size"])
         if entry["bias"]:
             self._tensor(f"{name}/bias", torch.float32, shape[:1])
-        self._activations(name, entry["activations"])
+        self._activations(name, entry["activations"], kind)
 
     def _groups(self, name: str, entry: dict[str, Any]) -> None:
         """Whether the layer can have groups of that size; of a tied layer, whether it can use those of the owner."""
@@ -254,12 +255,20 @@ class _Checker:
         if not bool((self.artifact.weight_scale(name) * LARGEST_CODE).isfinite().all()):
             raise ArtifactError(f"the scale {name + '/weight_scale'!r} is so large that values overflow")
 
-    def _activations(self, name: str, kind: str) -> None:
+    def _activations(self, name: str, kind: str, layer_kind: LayerKind) -> None:
         if kind == "float":
             return
         if kind not in bf.ACTIVATION_KINDS:
             raise ArtifactError(f"layer {name!r}: activations {kind!r} are not known")
         widths = self.artifact.bit_choices
+        if kind == bf.DYNAMIC:
+            if layer_kind != LINEAR:
+                raise ArtifactError(f"layer {name!r}: the input of a {layer_kind.name} has no tokens to be dynamic by")
+            ratios = self._tensor(f"{name}/act_clip_ratio", torch.float32, (len(widths),))
+            least, most = bf.LEAST_CLIP_RATIO, bf.MOST_CLIP_RATIO
+            if not bool(((ratios >= least) & (ratios <= most)).all()):
+                raise ArtifactError(f"{name + '/act_clip_ratio'!r} has ratios that are not from {least} to {most:g}")
+            return
         self._scale(f"{name}/act_scale", (len(widths),))
         if kind == "asymmetric":
             zero_points = self._tensor(f"{name}/act_zero_point", torch.uint8, (len(widths),))
@@ -364,9 +373,11 @@ def _renew(manifest: dict[str, Any]) -> None:
     for name, entry in manifest["layers"].items():
         if not isinstance(entry, dict):
             continue  # refused later
-        if {"group_size", "fixed_bits"} & set(entry) or entry.get("type") not in OLD_KINDS:
+        newer = {"group_size", "fixed_bits"} & set(entry) or entry.get("activations") == bf.DYNAMIC
+        if newer or entry.get("type") not in OLD_KINDS:
             raise ArtifactError(
-                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size' or 'fixed_bits'"
+                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size', 'fixed_bits' or "
+                "dynamic activations"
             )
         entry["group_size"] = None
 

@@ -2,7 +2,8 @@
 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
-the one of least error in the layer's output is taken, each output channel measured by its own variance.
+the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
+of dynamic activations are chosen alike.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,9 @@ def choose_scales(
     layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list[Batch], config: CalibrateConfig
 ) -> None:
     """Set the scales of `layers`, in place, by their weights and by what `reference`, the float model, feeds them."""
-    seen = observe_inputs(reference, {name: reference.get_submodule(name) for name in layers}, inputs)
+    dynamic = any(q is not None and q.kind == bf.DYNAMIC for q in (layer.act_quantizer for layer in layers.values()))
+    modules = {name: reference.get_submodule(name) for name in layers}
+    seen = observe_inputs(reference, modules, inputs, tokens=dynamic)
     for name, layer in layers.items():
         quantizer = layer.weight_quantizer
         settings = QuantConfig(
@@ -88,7 +91,9 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
     for (name, bits), found in errors.items():
         quantizer = layers[name].act_quantizer
         assert quantizer is not None
-        quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        scale = quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        if quantizer.kind == bf.DYNAMIC:
+            scale.copy_(bf.usable_clip_ratio(scale))
 
 
 def _some(inputs: list[Batch]) -> Iterator[Batch]:

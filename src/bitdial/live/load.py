@@ -260,5 +260,5 @@ def _scales(artifact: Artifact, name: str, *, by_row: bool) -> CodeScales:
     weight = artifact.tensors[f"{owner}/weight_scale"]
     if by_row and weight.dim() == 2:
         weight = weight.expand(1, artifact.layers[name]["shape"][0])
-    parts = artifact.part(owner, "group_scale"), artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
+    parts = artifact.part(owner, "group_scale"), artifact.act_scale(name), artifact.part(name, "act_zero_point")
     return CodeScales(weight.clone(), *(None if part is None else part.clone() for part in parts))

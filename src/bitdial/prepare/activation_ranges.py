@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
 from bitdial.nn import kind_of
+from bitdial.nn.layer_kinds import LINEAR
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 MOST_SAMPLES = 1 << 16
@@ -18,18 +19,25 @@ MOST_SAMPLES = 1 << 16
 class LayerInput:
     """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the extremes of all.
 
-    Of a layer that does not multiply its input, only when it ran. `arguments` is the most that a call gave it.
+    Of a layer that does not multiply its input, only when it ran. `arguments` is the most that a call gave it. Whole
+    `tokens` (rows of the last axis, of as many values) only where they are asked for.
     """
 
     samples: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
     minimum: float = float("inf")
     maximum: float = -float("inf")
     last_call: int = -1
     arguments: int = 1
 
 
-def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
-    """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
+def observe_inputs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch], *, tokens: bool = False
+) -> dict[str, LayerInput]:
+    """Run `batches` and record each executed layer's input, in the order in which the layers first ran.
+
+    With `tokens`, those of Linear layers too.
+    """
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
     sampled = {name: (kind := kind_of(layer)) is None or kind.multiplies for name, layer in layers.items()}
@@ -51,6 +59,9 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
         entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
         stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
+        if tokens and kind_of(layers[name]) == LINEAR:
+            rows = x.detach().reshape(-1, x.shape[-1])
+            entry.tokens.append(rows[:: -(-rows.numel() // MOST_SAMPLES)].clone())
 
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
