@@ -9,39 +9,19 @@ kernels, reads the rows at each width. `ratio` is its perplexity over that of th
 
 import argparse
 import json
-import lzma
-import math
 import platform
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timing import command
 from torch import Tensor, nn
 
-from bitdial import QuantConfig, load, prepare, save, set_bits
+from bitdial import QuantConfig, load, perplexity, prepare, save, set_bits, token_rows
+from bitdial.train.perplexity import read_text
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def read_rows(text: Path, tokenizer: Any, rows: int, length: int) -> Tensor:
-    """The last tokens of the text (rows, length): those of its last 8 characters a token."""
-    content = lzma.decompress(text.read_bytes()) if text.suffix == ".xz" else text.read_bytes()
-    tail = content.decode("utf-8")[-8 * rows * length :]
-    tokens = tokenizer(tail, return_tensors="pt").input_ids[0]
-    return tokens[-rows * length :].reshape(rows, length)
-
-
-def perplexity(model: nn.Module, rows: Tensor, batch: int = 4) -> float:
-    """exp of the mean negative log likelihood of each row's tokens but the first."""
-    total = 0.0
-    with torch.no_grad():
-        for part in rows.split(batch):
-            logits = model(input_ids=part, use_cache=False).logits[:, :-1].float()
-            total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    return math.exp(total / (rows.numel() - len(rows)))
 
 
 def measure(model: nn.Module, rows: Tensor, config: QuantConfig, device: str) -> dict[str, Any]:
@@ -53,10 +33,10 @@ def measure(model: nn.Module, rows: Tensor, config: QuantConfig, device: str) ->
         del prepared
         live = load(path, model, kernels="float", device=device)
         size = path.stat().st_size
-    found = {"float": perplexity(model.to(device), rows.to(device))}
+    found = {"float": perplexity(model.to(device), rows)}
     for bits in config.bit_choices:
         set_bits(live, bits)
-        found[str(bits)] = perplexity(live, rows.to(device))
+        found[str(bits)] = perplexity(live, rows)
         print(f"{bits} bits: {found[str(bits)]:.2f}, {found[str(bits)] / found['float']:.4f} of float", flush=True)
     ratios = {bits: round(value / found["float"], 4) for bits, value in found.items() if bits != "float"}
     return {"perplexity": {bits: round(value, 3) for bits, value in found.items()}, "ratio": ratios, "file_bytes": size}
@@ -81,7 +61,7 @@ def main() -> None:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-    rows = read_rows(options.text, tokenizer, options.rows, options.length).to(options.device)
+    rows = token_rows(read_text(options.text), tokenizer, length=options.length, rows=options.rows)
     config = QuantConfig(
         bit_choices=tuple(options.bits), scheme=options.scheme, activations="float", keep_first_last=False,
         group_size=options.group_size or None, group_scales=options.group_scales, start=options.start,
@@ -89,7 +69,7 @@ def main() -> None:
     record = {
         "command": command("perplexity").replace(str(options.model), "DIR").replace(str(options.text), "FILE"),
         "model": options.model.name, "text": options.text.name, "rows": list(rows.shape),
-        "config": config.to_dict(), **measure(model, rows.cpu(), config, options.device),
+        "config": config.to_dict(), **measure(model, rows, config, options.device),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__},

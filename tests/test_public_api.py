@@ -57,6 +57,7 @@ PUBLIC = [
     "narrow",
     "onnx_session_options",
     "pareto_front",
+    "perplexity",
     "prepare",
     "read_artifact",
     "recalibrate_norms",
@@ -65,6 +66,7 @@ PUBLIC = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "token_rows",
     "train",
     "view_at_bits",
 ]

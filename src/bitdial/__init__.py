@@ -56,6 +56,7 @@ if _typing.TYPE_CHECKING:
         train,
     )
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
+    from bitdial.train.perplexity import perplexity, token_rows
 
 __all__ = [
     "ArrayData",
@@ -103,6 +104,7 @@ __all__ = [
     "narrow",
     "onnx_session_options",
     "pareto_front",
+    "perplexity",
     "prepare",
     "read_artifact",
     "recalibrate_norms",
@@ -111,6 +113,7 @@ __all__ = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "token_rows",
     "train",
     "view_at_bits",
 ]
@@ -145,5 +148,6 @@ _load_when_asked(
         "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TrainConfig "
         "joint_trainer load_checkpoint save_checkpoint train",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
+        "bitdial.train.perplexity": "perplexity token_rows",
     },
 )
