@@ -17,8 +17,6 @@ from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
-OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
-OLD_KINDS = ("Conv2d", "Linear")  # those that version 1 had
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 EXTRA_STATE = "_extra_state"  # what PyTorch calls a module's own objects in its state
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot

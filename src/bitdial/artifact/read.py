@@ -13,13 +13,12 @@ from bitdial.artifact.fixed import check_fixed_bits
 from bitdial.artifact.format import (
     FLOAT,
     LARGEST_CODE,
-    OLD_KINDS,
-    OLD_SCHEMES,
     VERSION,
     Artifact,
     check_sensitivity,
 )
 from bitdial.artifact.graph import check_graph_entry
+from bitdial.artifact.old_versions import renew
 from bitdial.artifact.sites import check_sites
 from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
@@ -109,7 +108,7 @@ class _Checker:
         optional: dict[str, type] = {key: dict for key in known if key in manifest}
         _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
-            _renew(manifest)
+            renew(manifest)
         try:
             high = check_bit_choices(manifest["bit_choices"])[0]
             self.scheme = bf.scheme_of(manifest["scheme"])
@@ -365,21 +364,6 @@ class _Checker:
             self.artifact.report = ModelReport.from_dict(self.artifact.manifest["report"])
         except ConfigError as problem:
             raise ArtifactError(str(problem)) from problem
-
-
-def _renew(manifest: dict[str, Any]) -> None:
-    """Bring a manifest of version 1 to the present one, in place. It had other names, two kinds of layer, no groups."""
-    manifest["version"], manifest["scheme"] = VERSION, OLD_SCHEMES.get(manifest["scheme"], manifest["scheme"])
-    for name, entry in manifest["layers"].items():
-        if not isinstance(entry, dict):
-            continue  # refused later
-        newer = {"group_size", "fixed_bits"} & set(entry) or entry.get("activations") == bf.DYNAMIC
-        if newer or entry.get("type") not in OLD_KINDS:
-            raise ArtifactError(
-                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size', 'fixed_bits' or "
-                "dynamic activations"
-            )
-        entry["group_size"] = None
 
 
 def _fields(label: str, entry: Any, fields: dict[str, type | tuple[type, ...]]) -> None:
