@@ -124,3 +124,38 @@ def fresh_compiler() -> Iterator[None]:
         torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@dataclasses.dataclass
+class TinyLanguage:
+    """A folder with a Llama of two blocks, random weights and a tokenizer of its own; a text beside it."""
+
+    model: Path
+    text: Path
+
+
+@pytest.fixture(scope="session")
+def tiny_language(tmp_path_factory: pytest.TempPathFactory) -> TinyLanguage:
+    """Made once for all tests of a process; none may write there."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    place = tmp_path_factory.mktemp("language")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        words = ["the", "cat", "sat", "on", "a", "mat", "and", "one", "dog", "ran", "to", "it"]
+        drawn = torch.randint(len(words), (200, 12)).tolist()
+        text = "".join(" ".join(words[i] for i in line) + ".\n" for line in drawn)
+        (place / "text.txt").write_text(text)
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=64, special_tokens=["<end>"], show_progress=False)
+        core.train_from_iterator([text], trainer)
+        transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(place / "llama")
+        config = transformers.LlamaConfig(
+            hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+            vocab_size=64, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+        )  # fmt: skip
+        transformers.logging.disable_progress_bar()
+        transformers.LlamaForCausalLM(config).save_pretrained(place / "llama")
+    return TinyLanguage(place / "llama", place / "text.txt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
@@ -23,6 +24,7 @@ from bitdial.functional.bitstream import pack_bytes
 from bitdial.nn.decompose import DECOMPOSITIONS
 from bitdial.nn.layer_kinds import KIND_OF, KINDS
 from bitdial.nn.layers import QUANTIZED
+from bitdial.recipes.llm_options import LlmOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -100,11 +102,42 @@ def test_the_export_page_runs(in_tmp_path: Path) -> None:
 
 def test_the_page_on_pretrained_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("PIL")
+    pytest.importorskip("transformers", minversion="5")
     names = run("docs/pretrained.md")
     found = re.findall(r"^(\d) tensor\(([\d.]+)\) [\d.]+$", capsys.readouterr().out, re.M)
     assert [int(bits) for bits, _ in found] == [8, 6, 4, 3]
     assert float(found[0][1]) > 0.9, "8 bits answer as the float model does"
     assert read_artifact("mobile.safetensors").metrics["image_settings"] == names["settings"].to_dict()
+    assert [block.name for block in names["report"].blocks] == ["model.layers.0", "model.layers.1", "lm_head"]
+
+
+def test_the_page_on_language_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    names = run("docs/language-models.md")
+    before, after = names["before"], names["after"]
+    level = float(re.findall(r"^float ([\d.]+)$", capsys.readouterr().out, re.M)[0])
+    assert level < 3, "the toy knows its text"
+    assert after[2] - level < 0.5 * (before[2] - level), "a reader should see that it helps"
+    assert max(after.values()) < 1.2 * level
+    assert (in_tmp_path / "llama.safetensors").stat().st_size > 0
+
+
+def test_the_page_on_language_models_says_the_defaults() -> None:
+    """Of the command, as LlmOptions has them."""
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", page("docs/language-models.md"), re.M)
+    fields = {f.name: f.default for f in dataclasses.fields(LlmOptions)}
+    said = {}
+    for options, defaults in rows:
+        for option, default in zip(re.findall(r"`--([\w-]+)`", options), re.split(r", ", defaults), strict=False):
+            name = {"bits": "bit_choices"}.get(option, option.replace("-", "_"))
+            said[name] = default.removesuffix(" steps")
+    assert fields["bit_choices"] == tuple(map(int, said.pop("bit_choices").split(",")))
+    numbers = {name: float(text) for name, text in said.items() if re.fullmatch(r"[\d.e-]+", text)}
+    assert len(numbers) >= 8
+    assert numbers == {name: fields[name] for name in numbers}
+    assert {name: fields[name] for name in ("scheme", "activations", "update")} == {
+        name: said[name] for name in ("scheme", "activations", "update")
+    }
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.planning.cost import measure_costs
     from bitdial.prepare.config import QuantConfig, Rule
     from bitdial.prepare.prepare import prepare
+    from bitdial.prepare.rotate import rotate
     from bitdial.prepare.transitions import add_transitions
     from bitdial.sensitivity.hutchinson import hessian_trace
     from bitdial.sensitivity.result import Sensitivity
@@ -49,10 +50,12 @@ if _typing.TYPE_CHECKING:
         JointStep,
         Shift,
         TensorBoard,
+        TokenData,
         TrainConfig,
         joint_trainer,
         load_checkpoint,
         save_checkpoint,
+        tokenize_text,
         train,
     )
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
@@ -77,6 +80,7 @@ __all__ = [
     "Sensitivity",
     "Shift",
     "TensorBoard",
+    "TokenData",
     "TrainConfig",
     "__version__",
     "accuracy",
@@ -109,11 +113,13 @@ __all__ = [
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",
+    "rotate",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
     "token_rows",
+    "tokenize_text",
     "train",
     "view_at_bits",
 ]
@@ -142,11 +148,12 @@ _load_when_asked(
         "bitdial.planning.cost": "measure_costs",
         "bitdial.prepare.config": "QuantConfig Rule",
         "bitdial.prepare.prepare": "prepare",
+        "bitdial.prepare.rotate": "rotate",
         "bitdial.prepare.transitions": "add_transitions",
         "bitdial.sensitivity.hutchinson": "hessian_trace",
         "bitdial.sensitivity.result": "Sensitivity",
-        "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TrainConfig "
-        "joint_trainer load_checkpoint save_checkpoint train",
+        "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TokenData "
+        "TrainConfig joint_trainer load_checkpoint save_checkpoint tokenize_text train",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import QuantConfig, build_model, prepare
-from bitdial.calibrate.blocks import find_blocks, single_blocks
+from bitdial.calibrate.blocks import find_blocks
 from bitdial.errors import ConfigError
 
 from .conftest import mobile, prepared, resnet
@@ -70,10 +70,3 @@ def test_what_cannot_be_traced_is_said() -> None:
     model = prepare(Branching(), QuantConfig(keep_first_last=False), torch.ones(2, 4))
     with pytest.raises(ConfigError, match="cannot be traced: symbolically traced variables"):
         find_blocks(model)
-
-
-def test_single_blocks_have_one_module_each() -> None:
-    model = prepared(resnet())
-    modules = {name: model.get_submodule(name) for name in ("conv1", "bn1")}
-    conv, norm = single_blocks(modules)
-    assert (conv.layers, conv.norms, norm.layers, norm.norms) == (("conv1",), (), (), ("bn1",))

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,21 +98,26 @@ def test_steps_can_be_left_out() -> None:
     assert not torch.equal(sets["8"].running_var, sets["3"].running_var)
 
 
-def test_a_model_without_a_graph_is_calibrated_layer_by_layer(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    net = build_model("tiny_transformer").eval()
+def test_a_model_without_a_graph_is_calibrated_by_its_blocks_or_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Of blocks that run twice, the layers are blocks."""
     ids = torch.randint(0, 8, (40, 6), generator=torch.Generator().manual_seed(0))
-    model = prepare(net, QuantConfig(bit_choices=(8, 4), start="mse"), ids)
-    report = calibrate(model, list(ids.split(20)), CalibrateConfig(effort="full", iterations=3), progress=False)
-    assert "cannot be traced" in report.warnings[0]
-    assert "layer by layer" in caplog.text
-    assert {name for block in report.blocks for name in block.layers} == {
-        name for name, module in model.named_modules() if hasattr(module, "weight_quantizer") and module.kind.multiplies
-    }
-    set_bits(model, 8)
-    with torch.no_grad():
-        wanted = net(ids)
-        assert float((model(ids) - wanted).square().sum() / wanted.square().sum()) < 1e-2
+    for twice in (False, True):
+        torch.manual_seed(0)
+        net: Any = build_model("tiny_transformer").eval()
+        if twice:
+            net.blocks.append(net.blocks[0])
+        model = prepare(net, QuantConfig(bit_choices=(8, 4), start="mse"), ids)
+        caplog.clear()
+        report = calibrate(model, list(ids.split(20)), CalibrateConfig(effort="full", iterations=3), progress=False)
+        assert ("layer by layer" in caplog.text) == twice
+        assert ("cannot be traced" in "".join(report.warnings)) == twice
+        multiplying = {n for n, m in model.named_modules() if hasattr(m, "weight_quantizer") and m.kind.multiplies}
+        assert {name for block in report.blocks for name in block.layers} == multiplying
+        assert len(report.blocks) == (len(multiplying) if twice else 2)
+        set_bits(model, 8)
+        with torch.no_grad():
+            wanted = net(ids)
+            assert float((model(ids) - wanted).square().sum() / wanted.square().sum()) < 1e-2
 
 
 def test_activations_can_have_one_width() -> None:

@@ -12,8 +12,9 @@ from .conftest import images, mobile, prepared
 
 
 def test_scales_are_those_that_prepare_would_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for what is found around activation scales."""
+    """But for what is found around activation scales, and by the inputs of Linear layers."""
     monkeypatch.setattr(scales, "FACTORS", (1.0,))
+    monkeypatch.setattr(scales, "input_squares", lambda *arguments: {})
     x, net = images(16), mobile()
     for scheme in ("double_rounding", "nested", "lsq", "adabits"):
         model = prepared(net, scheme=scheme, start="mse", keep_first_last=8)
@@ -81,3 +82,26 @@ def test_clip_ratios_of_tokens_have_the_least_error_in_what_reads_them() -> None
     assert error(3) < 0.7 * before[3]
     assert error(8) < 1.01 * before[8]
     assert all(0 < float(ratio.detach()) <= 1 for ratio in layer.act_quantizer.scales.values())
+
+
+def test_the_error_of_a_weight_counts_by_its_input() -> None:
+    """Some inputs are large: the scale suits their weights, and outputs are nearer at every low width."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).eval()
+    x = torch.randn(256, 64) * (torch.arange(64) % 4 == 0).float().mul(9).add(0.1)
+    squares = scales.input_squares(net, ["0"], [{"input": x[:100]}, x[100:]])["0"]
+    plain = x.square().mean(dim=0)
+    torch.testing.assert_close(squares, plain + 0.01 * plain.mean())
+    config = QuantConfig(
+        bit_choices=(8, 4, 3), keep_first_last=False, activations="float", start="balanced", group_size=32
+    )
+    before, after = prepare(net, config, x), prepare(net, config, x)
+    choose_scales({"0": after.get_submodule("0")}, float_copy(after), [x], CalibrateConfig())
+    for bits in (4, 3):
+        errors = []
+        for model in (before, after):
+            set_bits(model, bits)
+            with torch.no_grad():
+                errors.append(float((model(x) - net(x)).square().mean()))
+        assert errors[1] < 0.95 * errors[0], (bits, errors)
+    assert scales.input_squares(net, ["0"], [torch.zeros(4, 64)]) == {}, "nothing to go by"

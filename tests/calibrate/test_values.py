@@ -1,9 +1,9 @@
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from bitdial import set_bits
-from bitdial.calibrate.blocks import single_blocks
-from bitdial.calibrate.values import UntracedValues
+from bitdial.calibrate.steps import step_blocks
+from bitdial.calibrate.values import SteppedValues, Values
 from bitdial.calibrate.walk import Walk
 
 from .conftest import images, mobile, prepared
@@ -60,8 +60,8 @@ def test_the_distance_is_relative() -> None:
 
 def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:
     x, model = images(8), prepared(mobile())
-    (block,) = single_blocks({"second.filter.0": model.get_submodule("second.filter.0")})
-    values = UntracedValues(list(x.split(4)))
+    (block,) = step_blocks({"second.filter.0": model.get_submodule("second.filter.0")}, [], {}).blocks
+    values = SteppedValues(list(x.split(4)))
     values.enter(model, block)
     wanted: list[Tensor] = []
     model.get_submodule(block.name).register_forward_pre_hook(lambda m, args: wanted.append(args[0]))
@@ -69,3 +69,21 @@ def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:
     assert torch.equal(values.batches[0][block.reads[0]], wanted[0])
     values.advance(model, block, leave)
     assert list(values.batches[0]) == list(block.gives)
+
+
+def test_what_is_the_same_for_all_samples_does_not_keep_batches_apart() -> None:
+    graph = fx.Graph()
+    hidden, mask, angles = (graph.placeholder(name) for name in ("hidden", "mask", "angles"))
+    x, table = torch.randn(5, 3), torch.randn(1, 3)
+    batches = [{hidden: part, mask: None, angles: (table.clone(), "left")} for part in x.split(3)]
+    values = Values(batches)
+    assert values.is_mixable([hidden, mask, angles])
+    taken = values.take([hidden, mask, angles], torch.tensor([4, 1]))
+    assert torch.equal(taken[hidden], x[[4, 1]])
+    assert taken[mask] is None
+    assert torch.equal(taken[angles][0], table)
+    for other in ((table + 1, "left"), (table, "right"), (table,)):
+        values = Values([batches[0], {**batches[1], angles: other}])
+        assert not values.is_mixable([hidden, mask, angles])
+    each = [{**batch, angles: (table.expand(len(batch[hidden]), 3),)} for batch in batches]
+    assert not Values(each).is_mixable([hidden, angles]), "one for each sample, out of reach"

@@ -15,13 +15,20 @@ def test_a_traced_model_is_walked_by_its_blocks() -> None:
 
 
 def test_a_model_that_cannot_be_traced_is_walked_layer_by_layer_and_says_so() -> None:
-    ids = torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(0))
-    model = prepare(build_model("tiny_transformer"), QuantConfig(), ids)
-    walk = Walk(model, [ids])
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    walk = Walk(prepare(Keywords(), QuantConfig(keep_first_last=False), x), [x])
     assert not walk.traced
     assert "cannot be traced" in walk.warnings[0]
     assert "layer by layer" in walk.warnings[0]
-    assert [block.name for block in walk.blocks][:2] == ["blocks.0.attention.q", "blocks.0.attention.k"]
+    assert [block.name for block in walk.blocks] == ["first", "second"]
+
+
+def test_a_model_that_cannot_be_traced_is_walked_by_its_rows_of_like_modules() -> None:
+    ids = torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(0))
+    walk = Walk(prepare(build_model("tiny_transformer"), QuantConfig(), ids), [ids])
+    assert not walk.traced
+    assert walk.warnings == []
+    assert [block.name for block in walk.blocks] == ["blocks.0", "blocks.1"]
 
 
 class Counting(nn.Module):
@@ -34,6 +41,17 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.layer(x) * self.calls
+
+
+class Keywords(nn.Module):
+    """Takes any arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, **others: object) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
 
 
 class InPlace(nn.Module):

@@ -20,6 +20,7 @@ from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
 from bitdial.prepare.config import SCALE_GRADIENTS, STARTS
 from bitdial.recipes import RecipeOptions
+from bitdial.recipes.llm_options import LlmOptions
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
@@ -69,10 +70,30 @@ def test_options_of_train_are_those_of_recipes() -> None:
     assert "(default: 0)" in str(options["seed"].help)
 
 
+def test_options_of_train_llm_are_those_of_the_recipe() -> None:
+    """Every option has a field, every field but two an option; a default that the help names is the field's."""
+    fields = {f.name: f for f in dataclasses.fields(LlmOptions)}
+    llm: Any = parser_of("train").apart["llm"]  # type: ignore[attr-defined]
+    options = {a.dest: a for a in llm._actions if a.dest != "help"}
+    assert set(fields) - set(options) == {"command", "progress"}
+    assert set(options) <= set(fields)
+    given = build_parser().parse_args(["train", "llm", "--model", "m", "--text", "a", "b", "--out", "x"])
+    assert given.__dict__.keys() == {"action", "recipe", "verbose", "model", "text", "out"}
+    said = 0
+    for name, action in options.items():
+        found: Any = re.search(r"\(default: ([\w.,-]+)\)", action.help)
+        default = fields[name].default
+        if found and default and default is not dataclasses.MISSING:
+            text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert found[1] == text, name
+            said += 1
+    assert said >= 13
+
+
 LIGHT = """
 import sys
 import bitdial.cli
-for words in (["--help"], ["--version"], *([name, "--help"] for name in sys.argv[1:])):
+for words in (["--help"], ["--version"], ["train", "llm", "--help"], *([name, "--help"] for name in sys.argv[1:])):
     try:
         bitdial.cli.main(words)
     except SystemExit as stop:
@@ -85,7 +106,7 @@ assert not found, found
 def test_help_imports_no_torch() -> None:
     run = subprocess.run([sys.executable, "-c", LIGHT, *COMMANDS], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("usage: bitdial") == len(COMMANDS) + 1
+    assert run.stdout.count("usage: bitdial") == len(COMMANDS) + 2
 
 
 @pytest.mark.parametrize(
@@ -107,6 +128,8 @@ def test_help_imports_no_torch() -> None:
         ("train digits --out x --ties evn", "argument --ties: 'evn' is not known, did you mean even?", "train"),
         ("train digits --out x --epochs 0", "argument --epochs: '0' is not a whole number of at least 1", "train"),
         ("train digits --out x --seed -1", "argument --seed: '-1' is not a whole number from 0 to 2147483647", "train"),
+        ("train llm --model m --out x", "the following arguments are required: --text", "train llm"),
+        ("train llm --model m --lenght 3", "there is no option --lenght, did you mean --length?", "train llm"),
         ("inspect a b", "this is too much: b", "inspect"),
         ("search x --input 3xx2", "argument --input: '3xx2' is not a shape such as 3x32x32", "search"),
         ("eval x --mean 1,2", "argument --mean: '1,2' is not three numbers with commas", "eval"),

@@ -245,16 +245,20 @@ class Tokens(nn.Module):
 
 
 def test_ratios_come_from_whole_tokens_of_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer with more tokens than are kept, some are left out; but those that are kept are whole."""
+    """Of a layer with more tokens than are kept, some are left out, and of a third batch all; what is kept is whole."""
     monkeypatch.setattr(activation_ranges, "MOST_SAMPLES", 40)
     batches = [randn(3, 7, 8, seed=seed) for seed in (1, 2)]
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    seen = activation_ranges.observe_inputs(model, dict(model.named_children()), batches, tokens=True)
+    monkeypatch.setattr(activation_ranges, "MOST_TOKEN_VALUES", 60)
+    layers = dict(model.named_children())
+    seen = activation_ranges.observe_inputs(model, layers, [*batches, randn(3, 7, 8)], tokens={"0"})
     kept = torch.cat(seen["0"].tokens)
     assert kept.shape == (2 * 5, 8)  # every fifth of 21
     rows = torch.cat([batch.flatten(0, 1)[::5] for batch in batches])
     assert torch.equal(kept, rows)
-    assert not activation_ranges.observe_inputs(model, dict(model.named_children()), batches)["0"].tokens
+    assert not seen["0"].samples
+    assert seen["1"].samples
+    assert not seen["1"].tokens
 
 
 def test_convolutions_have_no_tokens() -> None:

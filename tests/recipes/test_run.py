@@ -34,15 +34,15 @@ def test_of_two_runs_in_one_folder_one_succeeds_and_the_file_is_its_own(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["digits.safetensors"]
 
 
-def make_run(folder: Path, **changes: Any) -> RecipeRun:
+def make_run(folder: Path, **changes: Any) -> RecipeRun[RecipeOptions]:
     replace = changes.pop("replace", False)
     options = RecipeOptions(out=folder, command="bitdial train it", replace=replace)
-    settings = {"seed": 0, "bit_choices": (4, 2), **changes}
+    settings = {"seed": 0, "holdout": False, "bit_choices": (4, 2), **changes}
     files = {"artifact": folder / "it.safetensors", "checkpoint": folder / "it.ckpt"}
     return RecipeRun(recipe="digits", name="digits-seed", options=options, settings=settings, changed=changes, **files)
 
 
-def finish(run: RecipeRun, /, **metrics: Any) -> None:
+def finish(run: RecipeRun[RecipeOptions], /, **metrics: Any) -> None:
     model = bitdial.build_model("cifar_resnet", blocks=1, width=4, in_channels=1)
     config = bitdial.QuantConfig(bit_choices=(4, 2))
     found = run.metrics(float_top1=0.5, top1={4: 0.75}, data="digits", test=[(torch.zeros(3, 1), torch.zeros(3))])

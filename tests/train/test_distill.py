@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.train.config import TrainConfig
-from bitdial.train.distill import Distiller, class_axis_to_distill, soft_loss
+from bitdial.train.distill import Distiller, class_axis_to_distill
+from bitdial.train.soft_loss import soft_loss
 from bitdial.train.steps import JointStep
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]])
@@ -49,38 +50,6 @@ class Fixed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.answers.pop(0) * self.factor
-
-
-# --- the soft loss --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_soft_loss_by_hand(temperature: float) -> None:
-    expected = divergence(LOGITS, OTHERS, temperature)
-    assert float(soft_loss(LOGITS, OTHERS, temperature)) == pytest.approx(expected, rel=1e-5)
-    assert expected > 0.1
-
-
-def test_soft_loss_is_zero_for_equal_predictions_and_blind_to_a_shift() -> None:
-    assert float(soft_loss(LOGITS, LOGITS + 5.0, 2.0)) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_soft_loss_averages_over_all_dimensions_but_the_last() -> None:
-    student, target = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
-    flat = divergence(student.reshape(8, 3), target.reshape(8, 3), 1.0)
-    assert float(soft_loss(student, target, 1.0)) == pytest.approx(flat, rel=1e-5)
-
-
-def test_soft_loss_gradient_is_the_difference_of_the_probabilities() -> None:
-    """d/dz of T^2 KL(p || softmax(z / T)) = T (q - p), a mean over the batch."""
-    student = LOGITS.clone().requires_grad_()
-    soft_loss(student, OTHERS, 3.0).backward()
-    expected = 3.0 * (F.softmax(LOGITS / 3, dim=1) - F.softmax(OTHERS / 3, dim=1)) / 2
-    torch.testing.assert_close(student.grad, expected)
-
-
-def test_soft_loss_is_taken_in_float32() -> None:
-    assert soft_loss(LOGITS.bfloat16(), OTHERS.bfloat16(), 1.0).dtype == torch.float32
 
 
 # --- none, teacher, in place ----------------------------------------------------------------------

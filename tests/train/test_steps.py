@@ -1017,3 +1017,46 @@ def test_hits_are_counted_only_where_the_class_axis_is_known(make_images: MakeIm
         if known:
             assert report.seen == 96
             assert int(report.correct[8]) == int((twin(inputs).argmax(1) == targets).sum())
+
+
+# --- what losses count ----------------------------------------------------------------------------
+
+
+def test_lower_widths_weigh_more(make_model: MakeModel, make_images: MakeImages) -> None:
+    """The widths of (8, 4, 2) by 1, 3 and 9: in one plain step for all, and not in what is reported."""
+    inputs, targets = make_images(6)
+    gradients: dict[int, Tensor] = {}
+    for bits in (8, 4, 2):
+        model = make_model(norms=False)
+        set_bits(model, bits)
+        F.cross_entropy(model(inputs), targets).backward()
+        weight: Any = next(module.weight for module in model.modules() if hasattr(module, "weight_quantizer"))
+        gradients[bits] = weight.grad
+    model = make_model(norms=False)
+    weight = next(module.weight for module in model.modules() if hasattr(module, "weight_quantizer"))
+    before = weight.detach().clone()
+    config = TrainConfig(epochs=1, lr=0.1, weight_decay=0.0, update="accumulated", alrs="off", lower_weight=3.0)
+    sgd = JointStep(
+        model, config, steps_per_epoch=1, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+    )
+    report = sgd(inputs, targets)
+    expected = before - 0.1 * (gradients[8] + 3 * gradients[4] + 9 * gradients[2])
+    torch.testing.assert_close(weight.detach(), expected)
+    assert float(report.loss[2]) < 3 * float(report.loss[8])
+
+
+@pytest.mark.parametrize(("kind", "called"), [("teacher", 0), ("cascade", 0), ("in_place", 1)])
+def test_where_the_soft_loss_is_all_the_hard_one_is_not_computed(
+    kind: str, called: int, make_model: MakeModel, make_images: MakeImages
+) -> None:
+    """In place, the highest width has no teacher."""
+    calls: list[Tensor] = []
+
+    def hard(output: Tensor, targets: Tensor) -> Tensor:
+        calls.append(output)
+        return F.cross_entropy(output, targets)
+
+    teacher = make_model(seed=1) if kind != "in_place" else None
+    config = TrainConfig(epochs=1, distill=kind, distill_weight=1.0)
+    JointStep(make_model(), config, steps_per_epoch=1, loss=hard, teacher=teacher)(*make_images(4))
+    assert len(calls) == called

@@ -10,6 +10,7 @@ from bitdial.artifact.sites import sites_there
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.nn import BATCH_NORMS, SwitchableBatchNorm
 from bitdial.nn.decompose import decompose_again
+from bitdial.nn.rotation import rotate_again
 
 # What the table says of a layer that the float layer does not know.
 NOT_OF_THE_LAYER = ("activations", "tied_to", "fed_by", "fixed_bits", "group_size")
@@ -19,9 +20,10 @@ def fit(artifact: Artifact, model: nn.Module) -> tuple[dict[str, nn.Module], dic
     """The layers, norms and float tensors of `model` that the file speaks of; ArtifactError where they differ.
 
     `model` is a float model, or the prepared one that was saved. Those modules of a float model that were taken apart
-    before training are taken apart in place.
+    before training are taken apart in place, and it gets the rotations of a rotated one.
     """
     try:
+        rotate_again(model, artifact.manifest.get("rotation"))
         decompose_again(model, artifact.manifest.get("decomposed", {}))
     except ConfigError as problem:
         raise ArtifactError(f"{problem}; is it the architecture that was saved?") from problem

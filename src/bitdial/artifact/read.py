@@ -19,6 +19,7 @@ from bitdial.artifact.format import (
 )
 from bitdial.artifact.graph import check_graph_entry
 from bitdial.artifact.old_versions import renew
+from bitdial.artifact.rotation import check_rotation
 from bitdial.artifact.sites import check_sites
 from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
@@ -104,7 +105,7 @@ class _Checker:
                 f"its format version is {version!r}, this bitdial reads 1 and {VERSION}; "
                 "use the release of bitdial that wrote it, or a newer one"
             )
-        known = ("decomposed", "graph", "report", "sites") if version == VERSION else ()
+        known = ("decomposed", "graph", "report", "rotation", "sites") if version == VERSION else ()
         optional: dict[str, type] = {key: dict for key in known if key in manifest}
         _fields("the manifest", manifest, {**_MANIFEST, **optional})
         if version == 1:
@@ -122,6 +123,8 @@ class _Checker:
         for name, how in manifest.get("decomposed", {}).items():
             if not isinstance(how, str) or how not in DECOMPOSITIONS:
                 raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
+        if "rotation" in optional:
+            check_rotation(manifest["rotation"])
         for name, entry in manifest["layers"].items():
             self._layer(name, entry)
         check_fixed_bits(self.artifact)

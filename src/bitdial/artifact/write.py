@@ -32,6 +32,7 @@ from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm, WeightQuantizer
 from bitdial.nn.decompose import decomposed_modules
+from bitdial.nn.rotation import rotation_entry
 from bitdial.nn.single_width import check_trained_widths
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
@@ -101,6 +102,8 @@ def save(
     }
     if decomposed := decomposed_modules(model):
         manifest["decomposed"] = decomposed
+    if (rotation := rotation_entry(model)) is not None:
+        manifest["rotation"] = rotation
     if site_table:
         manifest["sites"] = site_table
     if (graph := graph_entry(model, (*layers, *norms))) is not None:

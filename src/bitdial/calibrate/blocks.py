@@ -65,18 +65,6 @@ def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None) -> lis
     return [_block(model, piece, nodes, layers) for piece in pieces]
 
 
-def single_blocks(names: Mapping[str, nn.Module]) -> list[Block]:
-    """A block for each of the layers and norms `names`, by itself: for models that cannot be traced."""
-    graph, blocks = fx.Graph(), list[Block]()
-    for name, module in names.items():
-        reads = graph.placeholder(f"input_{len(blocks)}")
-        node = graph.call_module(name, (reads,))
-        own = (name,)
-        kinds = (own, ()) if isinstance(module, QuantLayer) else ((), own)
-        blocks.append(Block(name, (node,), (reads,), (node,), *kinds))
-    return blocks
-
-
 def _names(model: nn.Module, node: fx.Node, kind: type[nn.Module]) -> tuple[str, ...]:
     """The modules of a `kind` that `node` runs: it, or those inside it."""
     if node.op != "call_module":

@@ -22,6 +22,7 @@ from bitdial.calibrate.reconstruct import Reconstruction
 from bitdial.calibrate.reference import float_copy
 from bitdial.calibrate.report import BlockReport, CalibrationReport
 from bitdial.calibrate.scales import choose_scales
+from bitdial.calibrate.steps import caches_off
 from bitdial.calibrate.values import Values
 from bitdial.calibrate.walk import Walk
 from bitdial.dial.dial import get_bits, set_bits, unwrap
@@ -60,7 +61,7 @@ def calibrate(
     inputs = moved(inputs, next(model.parameters()).device)
     before = get_bits(model)
     try:
-        with evaluating(model):
+        with evaluating(model), caches_off(model):
             return _Calibration(model, layers, inputs, config, warnings).run(checkpoint, show=progress)
     finally:
         set_bits(model, before)
@@ -78,7 +79,7 @@ def correct_norms(model: nn.Module, inputs: list[Batch], settings: list[BitPlan]
     config = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
     before = get_bits(model)
     try:
-        with evaluating(model):
+        with evaluating(model), caches_off(model):
             run = _Calibration(model, layers, moved(inputs, next(model.parameters()).device), config, [])
             run.settings = dict(enumerate(settings))
             run.run(None, show=False)
@@ -228,9 +229,11 @@ class _Calibration:
 
     def _pass(self, block: Block) -> None:
         """Go on over a block that is done."""
+        self.float_values.enter(self.reference, block)
         self.float_values.advance(self.reference, block, _leave)
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
+            self.values[bits].enter(self.model, block)
             self.values[bits].advance(self.model, block, _leave)
 
 

@@ -1,5 +1,7 @@
 """Scales to calibrate from: weights by the balanced rule, activations by the error of the layer that reads them.
 
+The error of a weight matters by how large its input is. So in Linear layers it counts by the mean square of that.
+
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
 the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
@@ -16,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from bitdial import functional as bf
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.nn import ActivationQuantizer, QuantLayer
+from bitdial.nn.layer_kinds import LINEAR
 from bitdial.prepare.activation_ranges import observe_inputs
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.initial_scales import act_quantizer_of, weight_scales
@@ -23,6 +26,7 @@ from bitdial.prepare.model_call import Batch, call
 
 FACTORS = (1.0, 0.7, 0.84, 1.2, 1.45, 1.75, 2.1)
 SAMPLES = 64
+_DAMPING = 0.01
 
 
 @torch.no_grad()
@@ -30,9 +34,11 @@ def choose_scales(
     layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list[Batch], config: CalibrateConfig
 ) -> None:
     """Set the scales of `layers`, in place, by their weights and by what `reference`, the float model, feeds them."""
-    dynamic = any(q is not None and q.kind == bf.DYNAMIC for q in (layer.act_quantizer for layer in layers.values()))
-    modules = {name: reference.get_submodule(name) for name in layers}
-    seen = observe_inputs(reference, modules, inputs, tokens=dynamic)
+    squares = input_squares(reference, [n for n, layer in layers.items() if layer.kind is LINEAR], inputs)
+    kinds = {name: layer.act_quantizer.kind for name, layer in layers.items() if layer.act_quantizer is not None}
+    modules = {name: reference.get_submodule(name) for name in kinds}
+    dynamic = {name for name, kind in kinds.items() if kind == bf.DYNAMIC}
+    seen = observe_inputs(reference, modules, inputs, tokens=dynamic) if kinds else {}
     for name, layer in layers.items():
         quantizer = layer.weight_quantizer
         settings = QuantConfig(
@@ -44,7 +50,8 @@ def choose_scales(
             importance={b: v for b, v in config.importance.items() if b in layer.bit_choices and v > 0},
         )
         rows, shape, fixed = layer.weight_rows(), quantizer.scale_shape, layer.fixed_bits
-        scales = weight_scales(rows, shape, name=name, config=settings, fixed_bits=fixed)
+        counts = squares.get(name)
+        scales = weight_scales(rows, shape, name=name, config=settings, fixed_bits=fixed, input_squares=counts)
         for bits, scale in scales.items():
             learned = quantizer.learned_scale(bits)
             assert learned is not None
@@ -53,6 +60,34 @@ def choose_scales(
             made = act_quantizer_of(name, seen[name], layer.act_quantizer.kind, settings)
             layer.act_quantizer.load_state_dict(made.state_dict())
     _refine(layers, reference, inputs)
+
+
+def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -> dict[str, Tensor]:
+    """The mean square of each input (inputs,) of the Linear layers `names` of the float model, where they ran.
+
+    An input that is nearly always 0 has a share of the mean over all: there may be other samples.
+    """
+    sums: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+
+    def hook(name: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows = (args[0] if args else kwargs["input"]).flatten(0, -2)
+            sums[name] = sums.get(name, 0) + rows.square().sum(dim=0, dtype=torch.float64)
+            counts[name] = counts.get(name, 0) + len(rows)
+
+        return record
+
+    modules = {name: reference.get_submodule(name) for name in names}
+    handles = [m.register_forward_pre_hook(hook(name), with_kwargs=True) for name, m in modules.items()]
+    try:
+        for batch in inputs if names else []:
+            call(reference, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    means = {name: total / counts[name] for name, total in sums.items()}
+    return {name: (mean + _DAMPING * mean.mean()).float() for name, mean in means.items() if bool(mean.any())}
 
 
 def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list[Batch]) -> None:

@@ -1,13 +1,16 @@
 """The values that go from block to block, for all samples, at one setting; and how a block is run on them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
 
 from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.steps import Skip, skipping
 from bitdial.errors import ConfigError
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call
 
 Environment = dict[fx.Node, Any]  # the values of one batch, by the node that made them
@@ -87,23 +90,38 @@ class Values:
             apart, size = apart + float((x - y).square().sum()), size + float(y.square().sum())
         return apart / max(size, 1e-30)
 
-    def is_mixable(self, nodes: Iterable[fx.Node]) -> bool:
-        """Whether the values of `nodes` are tensors whose first dimension counts samples, alike in all batches."""
-        counts = set()
-        for node in nodes:
-            values = [batch[node] for batch in self.batches]
-            if not all(isinstance(value, Tensor) and value.dim() for value in values):
-                return False
-            if len({(value.shape[1:], value.dtype) for value in values}) > 1:
-                return False
-            counts.add(tuple(map(len, values)))
-        return len(counts) == 1
+    def is_mixable(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether samples of several batches can be put together: the first node's first dimension counts them.
 
-    def take(self, nodes: Iterable[fx.Node], chosen: Tensor | int) -> Environment:
+        Of the other nodes it does so, too, or their values are the same for all samples.
+        """
+        first = [batch[nodes[0]] for batch in self.batches]
+        return self._counts_samples(nodes[0], first) and all(
+            self._counts_samples(node, first) or self._is_shared(node) for node in nodes[1:]
+        )
+
+    def _counts_samples(self, node: fx.Node, like: Sequence[Any]) -> bool:
+        values = [batch[node] for batch in self.batches]
+        if not all(isinstance(value, Tensor) and value.dim() for value in values):
+            return False
+        alike = len({(value.shape[1:], value.dtype) for value in values}) == 1
+        return alike and [*map(len, values)] == [*map(len, like)]
+
+    def _is_shared(self, node: fx.Node) -> bool:
+        """Whether `node` has one value in all batches, of tensors that suit any number of samples."""
+        first, *others = (tree_flatten(batch[node]) for batch in self.batches)
+        tensors = [leaf for leaf in first[0] if isinstance(leaf, Tensor)]
+        return all(len(tensor) == 1 for tensor in tensors if tensor.dim()) and all(
+            spec == first[1] and all(map(_equal, leaves, first[0])) for leaves, spec in others
+        )
+
+    def take(self, nodes: Sequence[fx.Node], chosen: Tensor | int) -> Environment:
         """The values of `nodes`: of samples, by their indices over all batches, as one batch; or of one batch."""
         if isinstance(chosen, int):
             return {node: _clone(self.batches[chosen][node]) for node in nodes}
-        return {node: self._joined_values(node)[chosen] for node in nodes}
+        first = [batch[nodes[0]] for batch in self.batches]
+        mixed = {node: self._counts_samples(node, first) for node in nodes}
+        return {n: self._joined_values(n)[chosen] if mixed[n] else self.batches[0][n] for n in nodes}
 
     def _joined_values(self, node: fx.Node) -> Tensor:
         if node not in self._joined:
@@ -115,40 +133,59 @@ class Values:
         return self._joined[node]
 
 
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or (not isinstance(first, Tensor) and bool(first == second))
+
+
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-class UntracedValues(Values):
-    """For a model that is not traced: what a module reads is found by running the model up to it, every time anew."""
+class SteppedValues(Values):
+    """For a model that is not traced: what a module reads is found by running the model up to it.
 
-    def __init__(self, inputs: Sequence[Batch]):
+    `skips` are the modules that need not run again on the way to each block; by default there are none.
+    """
+
+    def __init__(self, inputs: Sequence[Batch], skips: Mapping[Block, Sequence[Skip]] | None = None):
         super().__init__([{} for _ in inputs])
-        self.inputs = inputs
+        self.inputs, self.skips = inputs, skips or {}
 
     def copy(self) -> "Values":
-        made = UntracedValues(self.inputs)
+        made = SteppedValues(self.inputs, self.skips)
         made.batches = [dict(batch) for batch in self.batches]
         return made
 
     def enter(self, root: nn.Module, block: Block) -> None:
         self._joined.clear()
-        (node,), module = block.reads, root.get_submodule(block.name)
+        module = root.get_submodule(block.name)
         for batch, inputs in zip(self.batches, self.inputs, strict=True):
+            with skipping(root, self.skips.get(block, ()), batch):
+                found = _arguments_of(root, module, inputs, block.name)
+            if len(found) != len(block.reads):
+                raise ConfigError(
+                    f"the model calls {block.name!r} with other arguments on another batch; give it batches of one form"
+                )
+            kept = {node: batch[node] for node in block.gives if node in batch}
             batch.clear()
-            batch[node] = _input_of(root, module, inputs, block.name)
+            batch.update(kept)
+            batch.update(zip(block.reads, found, strict=True))
 
 
 class _ReachedError(BaseException):
     """Ends a pass; no model catches it."""
 
 
-def _input_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) -> Tensor:
-    """What `module` gets when `root` runs on `inputs`, the first time it is called."""
-    found: list[Tensor] = []
+def _arguments_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) -> list[Any]:
+    """What `module` gets when `root` runs on `inputs`, the first time it is called; of a layer or norm, its input."""
+    found: list[Any] = []
+    single = isinstance(module, QuantLayer | SwitchableBatchNorm) or not list(module.children())
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["input"])
+        every = (*args, *kwargs.values())
+        found.extend(every[:1] if single and args else (kwargs["input"],) if single else every)
         raise _ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True)
@@ -156,7 +193,7 @@ def _input_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) -> T
         with torch.no_grad():
             call(root, inputs)
     except _ReachedError:
-        return found[0]
+        return found
     finally:
         handle.remove()
     raise ConfigError(f"the model did not call {name!r} on one of the batches; give it batches on which it does")

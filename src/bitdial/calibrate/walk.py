@@ -1,4 +1,7 @@
-"""How a calibration goes through a model: by the blocks of its graph, or layer by layer if it cannot be traced."""
+"""How a calibration goes through a model: by the blocks of its graph.
+
+A model that cannot be traced goes by its rows of like modules, such as decoder layers; one without, layer by layer.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -6,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
-from bitdial.calibrate.blocks import Block, find_blocks, single_blocks
-from bitdial.calibrate.values import Environment, UntracedValues, Values, run
+from bitdial.calibrate.blocks import Block, find_blocks
+from bitdial.calibrate.steps import Steps, find_rows, skipping, step_blocks
+from bitdial.calibrate.values import Environment, SteppedValues, Values, run
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, call
@@ -22,17 +26,20 @@ class Walk:
         self.inputs, self.warnings = inputs, list[str]()
         self.samples = sum(_count(batch) for batch in inputs)
         self.blocks: list[Block] = []
+        self.traced = False
         try:
             self.blocks, self._starts = _traced(model, inputs)
             self.traced = True
         except ConfigError as problem:
-            self.warnings.append(f"{problem}; it is calibrated layer by layer, which takes longer and finds less")
-            self.blocks = single_blocks(_in_order(model, inputs[0]))
-            self.traced = False
+            steps, reason = _stepped(model, inputs)
+            self.blocks, self._skips = steps.blocks, steps.skips
+            if reason:
+                text = f"{problem}, and {reason}; it is calibrated layer by layer, which takes longer and finds less"
+                self.warnings.append(text)
 
     def start(self) -> Values:
         """The values before the first block."""
-        return Values(self._starts) if self.traced else UntracedValues(self.inputs)
+        return Values(self._starts) if self.traced else SteppedValues(self.inputs, self._skips)
 
 
 def _count(batch: Batch) -> int:
@@ -81,8 +88,42 @@ def _check_graph(model: nn.Module, blocks: list[Block], start: Environment, batc
         raise ConfigError("the model cannot be traced: its graph computes something else than the model")
 
 
-def _in_order(model: nn.Module, batch: Batch) -> dict[str, nn.Module]:
-    """The quantised layers and switchable norms of `model`, in the order in which they first run."""
+def _stepped(model: nn.Module, inputs: list[Batch]) -> tuple[Steps, str]:
+    """Blocks by the rows of like modules in `model`; or by layers, and why."""
+    rows, calls = find_rows(model, inputs[0])
+    if len({str(tree_structure(batch)) for batch in inputs}) > 1:
+        reason = "its batches have different forms"
+    elif not rows:
+        reason = "it has no list of modules of one class that run once each, one after the other"
+    else:
+        steps = step_blocks(_in_order(model, inputs[0], [name for row in rows for name in row]), rows, calls)
+        if _is_the_model(model, steps, inputs[0]):
+            return steps, ""
+        reason = f"the modules of {rows[0][0].rpartition('.')[0]!r}, run by themselves, compute something else"
+    return step_blocks(_in_order(model, inputs[0], []), [], {}), reason
+
+
+@torch.no_grad()
+def _is_the_model(model: nn.Module, steps: Steps, batch: Batch) -> bool:
+    """Whether the blocks, one after the other, compute what the model does, and the same if they run again."""
+    values = SteppedValues([batch], steps.skips)
+    for block in steps.blocks:
+        values.enter(model, block)
+        again = values.copy()
+        for each in (values, again):
+            each.advance(model, block, lambda name, x: None)
+        if values.distance(again, block):
+            return False
+    with skipping(model, steps.every, values.batches[0]):
+        found = tree_leaves(call(model, batch))
+    wanted = tree_leaves(call(model, batch))
+    return len(found) == len(wanted) and all(
+        torch.equal(one, two) for one, two in zip(found, wanted, strict=True) if isinstance(two, Tensor)
+    )
+
+
+def _in_order(model: nn.Module, batch: Batch, also: list[str]) -> dict[str, nn.Module]:
+    """The quantised layers, the switchable norms and the modules `also`, in the order in which they first run."""
     found: dict[str, nn.Module] = {}
 
     def hook(name: str) -> Any:
@@ -91,7 +132,7 @@ def _in_order(model: nn.Module, batch: Batch) -> dict[str, nn.Module]:
     handles = [
         module.register_forward_pre_hook(hook(name))
         for name, module in model.named_modules()
-        if isinstance(module, QuantLayer | SwitchableBatchNorm)
+        if isinstance(module, QuantLayer | SwitchableBatchNorm) or name in also
     ]
     try:
         with torch.no_grad():

@@ -8,12 +8,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from bitdial.cli.llm_options import LLM
 from bitdial.cli.parser import build_parser
 from bitdial.cli.usage import printable
 from bitdial.errors import BitdialError, ConfigError
 
 RESUMED = ("train", "calibrate")  # commands that go on from what was saved
-ANSWERED_AS_USAGE = ("calibrate",)  # commands whose inputs are so much of their usage that what is wrong with them is 2
+# Commands whose inputs are so much of their usage that what is wrong with them is 2.
+ANSWERED_AS_USAGE = ("calibrate", f"train {LLM}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,9 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ConfigError as problem:
-        if options.action not in ANSWERED_AS_USAGE:
+        command = f"train {LLM}" if getattr(options, "recipe", None) == LLM else options.action
+        if command not in ANSWERED_AS_USAGE:
             return _explain(problem)
-        name = f"bitdial {options.action}"
+        name = f"bitdial {command}"
         print(f"{name}: {_in_one_line(problem)}\nFor help: {name} --help", file=sys.stderr)
         return 2
     except (BitdialError, OSError) as problem:

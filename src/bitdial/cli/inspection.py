@@ -54,6 +54,7 @@ def _facts(artifact: Artifact, size: dict[str, Any]) -> list[list[str]]:
             f"{size['norms']:,}, float layers {size['float']:,})",
         ],
         ["norms", _describe_norms(size)],
+        *_describe_rotation(manifest.get("rotation")),
         ["plans", ", ".join(artifact.plans) or "none"],
         ["sensitivity", f"on {found.images:,} images" if (found := artifact.sensitivity) else "none"],
         *_describe_inputs(artifact.metrics.get(STORED)),
@@ -113,6 +114,14 @@ def _describe_inputs(stored: object) -> list[list[str]]:
         return [["images", str(ImageSettings.from_dict(stored))]]  # type: ignore[arg-type]
     except (ConfigError, TypeError) as problem:
         return [["images", f"not usable: {problem}"]]
+
+
+def _describe_rotation(rotation: dict[str, Any] | None) -> list[list[str]]:
+    """A line on what is rotated, if anything is."""
+    if rotation is None:
+        return []
+    merged = [part for part in ("residual", "values") if rotation[part]]
+    return [["rotated", f"{', '.join(merged) or 'nothing'} in the weights, {len(rotation['online'])} modules online"]]
 
 
 def _describe_norms(size: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
 from bitdial.cli.calibrate_options import calibrate_options
 from bitdial.cli.image_options import eval_options
+from bitdial.cli.llm_options import LLM, llm_parser
 from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
 from bitdial.cli.train_options import train_options
 from bitdial.cli.usage import Parser
@@ -24,7 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bitdial {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="action")
     _demo_options(commands.add_parser("demo", help="the whole path on embedded data, in about a minute"))
-    train_options(commands.add_parser("train", help="run a training recipe; run it again to resume"))
+    train = commands.add_parser("train", help="run a training recipe; run it again to resume")
+    train_options(train)
+    train.apart = {LLM: llm_parser(f"{train.prog} {LLM}")}
     calibrate_options(
         commands.add_parser("calibrate", help="a pretrained model at every width, from images without labels")
     )

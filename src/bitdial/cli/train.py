@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
+from bitdial.cli import train_llm
+from bitdial.cli.llm_options import LLM
 from bitdial.cli.tables import percent, show_table, stored_accuracies
 from bitdial.recipes import RECIPES, RecipeOptions
 from bitdial.recipes.run import FinishedRun, describe_images
@@ -15,6 +17,9 @@ def run(options: argparse.Namespace) -> None:
 
     Of processes that train together, the first one speaks.
     """
+    if options.recipe == LLM:
+        train_llm.run(options)
+        return
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions) if f.name in options}
     try:
         outcome = RECIPES[options.recipe](RecipeOptions(**given))

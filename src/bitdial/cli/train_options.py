@@ -33,7 +33,12 @@ NORM_FORMS = ("full", "statistics", "none")
 def train_options(train: argparse.ArgumentParser) -> None:
     """The options of `train`. What is not given is not in the namespace: RecipeOptions has the default."""
     train.argument_default = argparse.SUPPRESS
-    train.add_argument("recipe", choices=RECIPES, metavar="RECIPE", help=", ".join(RECIPES))
+    train.add_argument(
+        "recipe",
+        choices=RECIPES,
+        metavar="RECIPE",
+        help=f"{', '.join(RECIPES)}; or llm, which has options of its own: bitdial train llm --help",
+    )
     train.add_argument("--out", type=Path, required=True, help="folder for the artifact, and checkpoints until then")
     train.add_argument("--replace", action="store_true", help="train again although the artifact is there")
     train.add_argument("--data", type=Path, help="folder with the data set, for recipes that need one (default: data)")

@@ -1,8 +1,9 @@
 """Words on the command line: how wrong usage is answered, and texts that are safe to print."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 
@@ -18,7 +19,12 @@ def did_you_mean(word: str, known: Iterable[object]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which answers wrong usage in two lines and knows the words that were meant."""
+    """argparse's, which answers wrong usage in two lines and knows the words that were meant.
+
+    `apart` has parsers by name: where the first word is such a name, that parser takes the rest.
+    """
+
+    apart: Mapping[str, "Parser"] = MappingProxyType({})
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and end the process with 2."""
@@ -26,6 +32,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does; of a command, what it does not know is an error, said before what is missing."""
+        if args and args[0] in self.apart:
+            return self.apart[args[0]].parse_known_args(args[1:], namespace)
         if self._subparsers is not None or args is None:
             return super().parse_known_args(args, namespace)
         self._check_options(args)

@@ -22,28 +22,36 @@ _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
 
 def weight_scales(
-    weight: Tensor, shape: tuple[int, ...], *, name: str, config: QuantConfig, fixed_bits: int | None = None
+    weight: Tensor,
+    shape: tuple[int, ...],
+    *,
+    name: str,
+    config: QuantConfig,
+    fixed_bits: int | None = None,
+    input_squares: Tensor | None = None,
 ) -> dict[int, Tensor]:
     """Starting scales of `shape` for a `weight` in rows, by the width they belong to; empty if the scheme derives them.
 
     A shared scale belongs to the highest width. With start='mse' it minimises the squared error summed over all widths,
     sum_b |W - W_b|^2, which is nearly that of the lowest. With start='balanced' it minimises the sum of logarithms,
     sum_b importance_b log |W - W_b|^2: to halve the error of one width is worth to double that of another. For a layer
-    that stays at `fixed_bits`, no other width counts.
+    that stays at `fixed_bits`, no other width counts. `input_squares` (inputs,) are the mean squares of what a weight
+    (rows, inputs) is multiplied with: in both rules the error of each weight then counts by that of its input.
     """
     if not bool(torch.isfinite(weight).all()):
         raise QuantizationError(f"layer {name!r}: the weight holds NaN or infinity")
     rows, widths = weight.detach().reshape(math.prod(shape), -1), config.bit_choices
     rule = bf.scheme_of(config.scheme)
     largest = _largest(rows, shape)
+    counts = None if input_squares is None else input_squares.expand(weight.shape).reshape(rows.shape)
     if rule.shares_scale:
         used = widths if fixed_bits is None else (fixed_bits,)
-        scale = _weight_scale(rows, largest, widths[0], used, config).reshape(shape)
+        scale = _weight_scale(rows, largest, widths[0], used, config, counts).reshape(shape)
         if config.start == "max" and bf.has_groups(shape) and config.group_scales == "integer":
             scale = bf.two_level_above(scale)
         return {widths[0]: scale}
     if rule.has_scale_per_width:
-        return {b: _weight_scale(rows, largest, b, (b,), config).reshape(shape) for b in widths}
+        return {b: _weight_scale(rows, largest, b, (b,), config, counts).reshape(shape) for b in widths}
     return {}
 
 
@@ -60,7 +68,9 @@ def _largest(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
-def _weight_scale(rows: Tensor, largest: Tensor, high: int, widths: tuple[int, ...], config: QuantConfig) -> Tensor:
+def _weight_scale(
+    rows: Tensor, largest: Tensor, high: int, widths: tuple[int, ...], config: QuantConfig, counts: Tensor | None
+) -> Tensor:
     levels = 2 ** (high - 1)
     if config.start == "max":
         # What is not clipped on the positive side is not on the negative one, which has a code more. Rounded to the
@@ -78,14 +88,17 @@ def _weight_scale(rows: Tensor, largest: Tensor, high: int, widths: tuple[int, .
     if config.start == "lsq":
         return lsq
 
-    floor = rows.square().sum(dim=1) * _LEAST_ERROR  # of codes that hit every weight exactly
+    def total_of(squares: Tensor) -> Tensor:
+        return (squares if counts is None else squares.mul_(counts)).sum(dim=1)
+
+    floor = total_of(rows.square()) * _LEAST_ERROR  # of codes that hit every weight exactly
 
     def error(reach: Tensor) -> Tensor:
         scale = largest * reach / levels
         total = torch.zeros_like(largest)
         for low in widths:
             at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=config.scheme, ties=config.ties)
-            found = (at - rows).square_().sum(dim=1)
+            found = total_of((at - rows).square_())
             total += (found + floor).log_() * config.importance_of(low) if config.start == "balanced" else found
         return total
 

@@ -17,7 +17,7 @@ from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import Norms, find_norms, warnings_of_kept
 from bitdial.prepare.replaceable import check_replaceable
 from bitdial.prepare.report import FloatLayer
-from bitdial.prepare.treatment import Treatment, decide, share_fixed_bits, without_float_owners
+from bitdial.prepare.treatment import Treatment, activations_of, decide, share_fixed_bits, without_float_owners
 from bitdial.prepare.weights import Weights, find_weights
 
 
@@ -70,7 +70,7 @@ def survey(model: nn.Module, config: QuantConfig, batches: list[Batch]) -> Surve
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)}){others}")
     if "" in candidates:
         raise ConfigError("the model is a single layer; wrap it, for example in nn.Sequential, so that it has a name")
-    dynamic = DYNAMIC in (config.activations, *(rule.activations for rule in config.rules))
+    dynamic = {name for name, layer in candidates.items() if activations_of(name, layer, config) == DYNAMIC}
     inputs = observe_inputs(model, candidates, batches, tokens=dynamic)
     ends = find_ends(model, weights, candidates, batches[0])
     treatments = decide(candidates, inputs, ends, config)

@@ -74,7 +74,7 @@ def _train_mixed(network: str, options: RecipeOptions) -> RecipeOutcome:
         return _train(network, run, start)
 
 
-def _train(network: str, run: RecipeRun, start: Artifact) -> RecipeOutcome:
+def _train(network: str, run: RecipeRun[RecipeOptions], start: Artifact) -> RecipeOutcome:
     options, settings, changed = run.options, run.settings, run.changed
     device = run_device()
     config = TrainConfig(**settings_of(TrainConfig, settings), autocast=autocast_on(device))

@@ -77,7 +77,7 @@ def _train_on_cifar10(network: str, options: RecipeOptions) -> RecipeOutcome:
         return _train(network, run)
 
 
-def _train(network: str, run: RecipeRun) -> RecipeOutcome:
+def _train(network: str, run: RecipeRun[RecipeOptions]) -> RecipeOutcome:
     options, settings, changed = run.options, run.settings, run.changed
     device = run_device()
     quant = QuantConfig(**settings_of(QuantConfig, settings))

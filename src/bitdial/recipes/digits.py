@@ -69,7 +69,7 @@ def digits(options: RecipeOptions) -> RecipeOutcome:
         return _train(run)
 
 
-def _train(run: RecipeRun) -> RecipeOutcome:
+def _train(run: RecipeRun[RecipeOptions]) -> RecipeOutcome:
     options = run.options
     quant = QuantConfig(**settings_of(QuantConfig, run.settings))
     config = TrainConfig(**settings_of(TrainConfig, run.settings))

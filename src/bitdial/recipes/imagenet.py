@@ -180,7 +180,7 @@ class _Images:
         return {"classes": len(self.train.classes), "images": len(self.train)}
 
 
-def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device) -> RecipeOutcome:
+def _train(run: RecipeRun[RecipeOptions], start: _Start, images: _Images, device: torch.device) -> RecipeOutcome:
     options, settings, widths = run.options, run.settings, tuple(run.settings["bit_choices"])
     workers = usual_workers() if options.workers is None else options.workers
     reading = Reading(settings_for(settings["size"], start.images), workers, device)
@@ -231,7 +231,9 @@ def _train(run: RecipeRun, start: _Start, images: _Images, device: torch.device)
     return outcome
 
 
-def _write(run: RecipeRun, start: _Start, images: _Images, outcome: RecipeOutcome, device: torch.device) -> None:
+def _write(
+    run: RecipeRun[RecipeOptions], start: _Start, images: _Images, outcome: RecipeOutcome, device: torch.device
+) -> None:
     """Save the artifact, then add the row and the history that were asked for."""
     options, settings = run.options, run.settings
     save(outcome.model, run.artifact, metrics=outcome.metrics)
@@ -249,7 +251,7 @@ def _write(run: RecipeRun, start: _Start, images: _Images, outcome: RecipeOutcom
 
 
 def _prepared(
-    run: RecipeRun, start: _Start, images: _Images, reading: Reading, float_model: nn.Module | None
+    run: RecipeRun[RecipeOptions], start: _Start, images: _Images, reading: Reading, float_model: nn.Module | None
 ) -> nn.Module:
     """The model to train: that of the artifact, or the float one prepared on some training images."""
     classes, device = len(images.train.classes), reading.device

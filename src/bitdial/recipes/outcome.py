@@ -128,7 +128,7 @@ class RecipeOptions:
             if path is not None:
                 check_target(name, path)
         if self.results is not None:
-            _read_rows(self.results)
+            check_results(self.results)
 
     def settings(self, **own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """All settings, and those of them that are not the default.
@@ -166,12 +166,17 @@ class RecipeOutcome:
     test: Iterable[tuple[Tensor, Tensor]]
 
 
-def add_result(path: Path, row: dict[str, Any]) -> None:
-    """Append `row` to the JSON list at `path`, atomically; several processes may do so at once."""
+def add_result(path: Path, *rows_to_add: dict[str, Any]) -> None:
+    """Append to the JSON list at `path`, atomically; several processes may do so at once."""
     with _alone_in(path.parent):
         rows = _read_rows(path)
         with replacing(path, error=BitdialError) as temporary:
-            temporary.write_text(json.dumps([*rows, row], indent=1) + "\n")
+            temporary.write_text(json.dumps([*rows, *rows_to_add], indent=1) + "\n")
+
+
+def check_results(path: Path) -> None:
+    """Raise ConfigError unless rows can be added at `path`."""
+    _read_rows(path)
 
 
 def _read_rows(path: Path) -> list[Any]:

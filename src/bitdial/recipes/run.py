@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from bitdial.errors import ArtifactError, ConfigError
 from bitdial.files.atomic import check_target
 from bitdial.files.lock import sole_writer
 from bitdial.prepare.config import QuantConfig
-from bitdial.recipes.outcome import RecipeOptions, settings_of
+from bitdial.recipes.outcome import settings_of
 from bitdial.train import TrainConfig, distributed
 from bitdial.train.checkpoint import differences
 
@@ -27,13 +27,26 @@ class FinishedRun(ConfigError):
         self.path, self.artifact = path, artifact
 
 
+class RunOptions(Protocol):
+    """What a run must know of its options."""
+
+    @property
+    def command(self) -> str | None: ...
+
+    @property
+    def replace(self) -> bool: ...
+
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
 @dataclass(frozen=True, kw_only=True)
-class RecipeRun:
+class RecipeRun(Generic[Options]):
     """A run by its settings, those of them that are `changed`, and its files."""
 
     recipe: str
     name: str
-    options: RecipeOptions
+    options: Options
     settings: dict[str, Any]
     changed: dict[str, Any]
     artifact: Path
@@ -81,10 +94,10 @@ class RecipeRun:
         self, *, float_top1: float | None, top1: dict[int, float], data: str, test: list[tuple[Tensor, Tensor]]
     ) -> dict[str, Any]:
         """The metrics of the file: accuracies, the images that they are from, and the run."""
-        part = "held out of the training set" if self.options.holdout else "the test set"
+        part = "held out of the training set" if self.settings["holdout"] else "the test set"
         return {
             "recipe": self.recipe.removesuffix("-mixed"),
-            "holdout": self.options.holdout,
+            "holdout": self.settings["holdout"],
             "float_top1": float_top1,
             "top1": {str(b): v for b, v in top1.items()},
             "images": {"data": data, "part": part, "count": sum(len(y) for _, y in test)},

@@ -10,6 +10,8 @@ from bitdial.train.loop import train
 from bitdial.train.step_report import StepReport
 from bitdial.train.steps import JointStep
 from bitdial.train.tensorboard import TensorBoard
+from bitdial.train.text import tokenize_text
+from bitdial.train.tokens import TokenData
 from bitdial.train.transformers_trainer import joint_trainer
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Shift",
     "StepReport",
     "TensorBoard",
+    "TokenData",
     "TrainConfig",
     "accuracy",
     "batched",
@@ -31,5 +34,6 @@ __all__ = [
     "load_checkpoint",
     "recalibrate_norms",
     "save_checkpoint",
+    "tokenize_text",
     "train",
 ]

@@ -25,7 +25,11 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 VERSION = 1
 _OPERATIONAL = ("checkpoint_every", "cuda_graph", "fused")  # settings that do not change what is trained
-_BEFORE = {"accumulate": 1, "steps_per_epoch": None}  # what a file means that was written before there were these
+_BEFORE = {
+    "accumulate": 1,
+    "steps_per_epoch": None,
+    "lower_weight": 1.0,
+}  # what a file means that was written before there were these
 
 
 def save_checkpoint(path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any] | None = None) -> None:

@@ -35,6 +35,8 @@ class TrainConfig(Config):
     scale_state     the shared weight scale's optimizer state: one, or one 'per_bits'
     scale_step      how a scale moves: 'relative' to its size, or 'absolute' as the paper has it; see
                     `bitdial.train.guard`
+    lower_weight    what the loss of a width counts, in units of the next higher one's: 2.0 weighs the widths 8, 4, 2 by
+                    1, 2 and 4
     clip_norm       largest norm of the weights' gradient
     accumulate      parts in which a batch goes through the model; the gradients add up before an update, as with the
                     whole batch at once, except that batch norms see the parts
@@ -50,7 +52,8 @@ class TrainConfig(Config):
     sigma           with `sampling`, the probability that a layer is drawn anew: grows linearly to this
     sigma_warmup    epochs at the start in which none is
     seed            of the sampled plans
-    cuda_graph      on a GPU, replay the whole step as one CUDA graph
+    cuda_graph      on a GPU, replay the whole step as one CUDA graph; without it a loss that is not finite is noticed
+                    in its own step, not up to 50 later
     fused           on a GPU, call the model through fused kernels; its Python runs once, when it is traced; see
                     `bitdial.train.gpu.fuse`
     checkpoint_every  steps between checkpoints, besides one after each epoch
@@ -68,6 +71,7 @@ class TrainConfig(Config):
     scale_step: str = "relative"
     schedule: str = "cosine"
     warmup_steps: int = 0
+    lower_weight: float = 1.0
     clip_norm: float | None = None
     accumulate: int = 1
     steps_per_epoch: int | None = None
@@ -110,7 +114,7 @@ class TrainConfig(Config):
                 continue
             if not (type(value) is int and value >= least):
                 raise ConfigError(f"{name}={value!r} must be a whole number, at least {least}")
-        for name in ("lr", "temperature", "clip_norm", "scale_lr"):
+        for name in ("lr", "temperature", "clip_norm", "scale_lr", "lower_weight"):
             value = getattr(self, name)
             if not (_is_number(value) and value > 0) and not (value is None and name in ("clip_norm", "scale_lr")):
                 raise ConfigError(f"{name}={value!r} must be a positive number")

@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, TrainingError
@@ -17,14 +16,9 @@ from bitdial.prepare.model_call import Batch, call
 from bitdial.prepare.model_output import Output, known_class_axis, selected
 from bitdial.train.config import TAUGHT, TrainConfig
 from bitdial.train.distributed import merge_rows
+from bitdial.train.soft_loss import soft_loss, soft_losses
 
 LARGEST_TABLES = 1 << 30  # bytes of past predictions that are kept on the device of the logits
-
-
-def soft_loss(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
-    """T^2 * KL(target || student), averaged over everything but the class dimension (the last)."""
-    classes = logits.shape[-1]
-    return _soft_losses(logits.reshape(-1, classes), target_logits.reshape(-1, classes), temperature).mean()
 
 
 def class_axis_to_distill(output: Any, targets: Any) -> int:
@@ -38,13 +32,6 @@ def class_axis_to_distill(output: Any, targets: Any) -> int:
             "`output` be a function that makes it (samples, classes)"
         )
     return axis
-
-
-def _soft_losses(logits: Tensor, target_logits: Tensor, temperature: float) -> Tensor:
-    """T^2 * KL(target || student) of each row."""
-    student = F.log_softmax(logits.float() / temperature, dim=1)
-    target = F.log_softmax(target_logits.float() / temperature, dim=1)
-    return F.kl_div(student, target, reduction="none", log_target=True).sum(dim=1) * temperature**2
 
 
 class Distiller:
@@ -85,6 +72,11 @@ class Distiller:
         """Whether the next step can be part of a CUDA graph: past predictions have their place on the device."""
         return self.kind != "progressive" or (self.current is not None and self.current.is_cuda)
 
+    def needs_hard(self, *, highest: bool) -> bool:
+        """Whether the hard loss has a part in that of the highest width, or of the others."""
+        taught = self.kind in TAUGHT or (self.kind == "in_place" and not highest)
+        return not taught or self.weight < 1
+
     def placed(self, index: Tensor | None, device: torch.device) -> Tensor | None:
         """`index`, checked, on `device`; None if this kind needs none."""
         if self.kind != "progressive":
@@ -120,13 +112,14 @@ class Distiller:
         return targets
 
     def loss(
-        self, hard: Tensor, logits: Tensor, *, highest: bool, index: Tensor | None, axis: int = -1, part: int = 0
+        self, hard: Tensor | None, logits: Tensor, *, highest: bool, index: Tensor | None, axis: int = -1, part: int = 0
     ) -> Tensor:
         """The loss of one width on one part of the batch, whose classes lie along `axis`.
 
-        `index` (batch,) names the samples for progressive self-distillation.
+        `hard` is None where it is not needed. `index` (batch,) names the samples for progressive self-distillation.
         """
         if self.kind == "none":
+            assert hard is not None
             return hard
         if not isinstance(logits, Tensor):
             raise TrainingError(
@@ -138,6 +131,7 @@ class Distiller:
         if self.kind in ("in_place", "cascade") and highest:
             self._targets[part] = logits.detach()  # for the other widths
         if targets is None:
+            assert hard is not None
             return hard
         if targets.shape != logits.shape:
             raise TrainingError(
@@ -145,18 +139,19 @@ class Distiller:
                 "both need the same classes"
             )
         soft = soft_loss(logits.movedim(axis, -1), targets.movedim(axis, -1), self.temperature)
-        return (1 - self.weight) * hard + self.weight * soft
+        return soft * self.weight if hard is None else (1 - self.weight) * hard + self.weight * soft
 
-    def _progressive(self, hard: Tensor, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
+    def _progressive(self, hard: Tensor | None, logits: Tensor, highest: bool, index: Tensor | None) -> Tensor:
         """The soft loss of samples that are not known is 0, and so is their share of the weight."""
         assert index is not None
+        assert hard is not None
         previous, current = self._tables(logits)
         rows = index.to(current.device)
         if highest:
             current.index_copy_(0, rows, logits.detach().to(current))
         target = previous.index_select(0, rows).to(logits.device)
         known = ~target[:, 0].isnan()
-        each = _soft_losses(logits, target.nan_to_num(), self.temperature)
+        each = soft_losses(logits, target.nan_to_num(), self.temperature)
         soft = torch.where(known, each, 0.0).mean()
         return (1 - self._strength * known.float().mean()) * hard + self._strength * soft
 

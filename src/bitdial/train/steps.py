@@ -219,18 +219,19 @@ class JointStep:
         """Add the gradients of one part of the batch at `bits`."""
         loss, output = self._forward(place, part, highest=bits == self.bit_choices[0])
         mean_loss = distributed.mean(loss.detach())
-        if self.on_gpu:
+        if self.on_gpu and self.records:
             self.loss_sum.add_(mean_loss)
         else:
             check_loss(mean_loss, unwrap(self.model), part.inputs, step=self.step, bits=bits)
-        self.fast.backward(loss if part.share == 1.0 else loss * part.share)
+        share = part.share * self.config.lower_weight ** self.bit_choices.index(bits)
+        self.fast.backward(loss if share == 1.0 else loss * share)
         distributed.average_norms(self.model, None if self.slots is None else self.slots.stand_ins)
         report.add(bits, mean_loss, output, part)
 
     def check(self) -> None:
         """Raise TrainingError if a loss was not finite or a scale collapsed since the last check.
 
-        On a GPU; on the CPU every pass is checked at once.
+        On a GPU; on the CPU, and with cuda_graph=False, every loss is looked at once.
         """
         if not self.on_gpu:
             return
@@ -248,13 +249,17 @@ class JointStep:
         with self._autocast():
             output = selected(call(self.fast, part.inputs), self.output)
             self.labels.learn(output, part.targets)
-            hard = self.loss_function(output, part.targets)
-            if not isinstance(hard, Tensor) or hard.numel() != 1:
-                what = f"a tensor of shape {tuple(hard.shape)}" if isinstance(hard, Tensor) else type(hard).__name__
-                raise TrainingError(f"the loss must be one number, the mean over the batch; got {what}")
+            hard = self._hard_loss(output, part.targets) if self.distiller.needs_hard(highest=highest) else None
             axis = class_axis_to_distill(output, part.targets) if self.config.distill != "none" else -1
             loss = self.distiller.loss(hard, output, highest=highest, index=part.index, axis=axis, part=place)
             return loss, output
+
+    def _hard_loss(self, output: Any, targets: Any) -> Tensor:
+        hard = self.loss_function(output, targets)
+        if not isinstance(hard, Tensor) or hard.numel() != 1:
+            what = f"a tensor of shape {tuple(hard.shape)}" if isinstance(hard, Tensor) else type(hard).__name__
+            raise TrainingError(f"the loss must be one number, the mean over the batch; got {what}")
+        return hard
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device_rate.device.type, torch.bfloat16, enabled=self.config.autocast is not None)
