@@ -94,8 +94,9 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "method": f"calibrated {calibrated['effort']}" if calibrated else "round to nearest",
             "model": record["model"], "weights": config["scheme"], "group_size": config["group_size"],
-            "activations": config["activations"], "rotated": record["rotated"], "bit_choices": list(config["bit_choices"]),
-            "bits": bits, "perplexity": found[str(bits)], "float_perplexity": found["float"],
+            "activations": config["activations"], "rotated": record["rotated"],
+            "bit_choices": list(config["bit_choices"]), "bits": bits,
+            "perplexity": found[str(bits)], "float_perplexity": found["float"],
             "tokens": calibrated["tokens"] if calibrated else 0, "seconds": record["seconds"],
             "seed": calibrated["seed"] if calibrated else None,
             "device": record["device"], "versions": record["versions"], "command": record["command"],

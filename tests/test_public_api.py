@@ -60,6 +60,7 @@ PUBLIC = [
     "pareto_front",
     "perplexity",
     "prepare",
+    "quantized_cache",
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",

@@ -29,6 +29,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.functional import narrow
     from bitdial.images import ImageBatches, ImageSettings
     from bitdial.live.engines.exact import code_exact
+    from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
     from bitdial.live.views import view_at_bits
@@ -110,6 +111,7 @@ __all__ = [
     "pareto_front",
     "perplexity",
     "prepare",
+    "quantized_cache",
     "read_artifact",
     "recalibrate_norms",
     "resident_bytes",
@@ -140,6 +142,7 @@ _load_when_asked(
         "bitdial.functional": "narrow",
         "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.kv_cache": "quantized_cache",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
