@@ -63,8 +63,8 @@ def load(
     dtype        what a weight-only model runs in: torch.bfloat16 or torch.float16; None is the file's float32
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
-                 as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised, packed
-                 for a weight-only model in 16 bits; else float.
+                 as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised and no
+                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float.
     bit_choices  for packed kernels: which of the file's widths to offer. Memory is for the widest of them
     master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
                  stored codes in host memory, so that the GPU holds only the words in use
