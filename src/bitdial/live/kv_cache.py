@@ -32,8 +32,10 @@ def quantized_cache(model: nn.Module) -> Any:
         """The keys and values of one layer as rows of int8."""
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            super().lazy_initialization(key_states, value_states)
-            self.keys, self.values = self.keys.to(torch.int8), self.values.to(torch.int8)
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.keys: Tensor = torch.empty(0, dtype=torch.int8, device=self.device)
+            self.values: Tensor = self.keys.clone()
+            self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
