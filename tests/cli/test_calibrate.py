@@ -61,7 +61,7 @@ def test_a_run_leaves_a_file_numbers_and_a_page(place: Path, capsys: pytest.Capt
     result = json.loads(Path("net.json").read_text())
     assert (result["quant"]["keep_first_last"], result["quant"]["group_size"]) == (False, 16)
     assert (result["quant"]["scheme"], result["calibration"]["effort"]) == ("nested", "full")
-    assert result["evaluation"] == {"folder": "dev", "count": 6, "labels": True, "which": "those of dev"}
+    assert result["evaluation"] == {"folder": "dev", "count": 6, "labels": True, "which": "those of dev", "seen": 0}
     assert re.search(r"^setting +accuracy +95 % interval +agrees with float$", out, re.M)
     for name in ("float", "8 bits", "4 bits"):
         assert re.search(rf"^{name} +[\d.]+ %", out, re.M)

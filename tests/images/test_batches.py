@@ -84,6 +84,18 @@ def test_a_part_of_a_tree_has_all_its_classes(write: Write, tmp_path: Path) -> N
         ImageBatches(tmp_path, SMALL).labelled()
 
 
+def test_a_small_part_keeps_its_pixels_where_all_of_them_do_not_fit(
+    write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        write(f"{number}.png")
+    images = ImageBatches(tmp_path, SMALL, cache_bytes=2 * 3 * SMALL.crop**2)
+    part = images.subset(2)
+    first = part[0]
+    monkeypatch.setattr("bitdial.images.batches.decode", lambda *args: pytest.fail("decoded again"))
+    assert torch.equal(part[0], first)
+
+
 def test_enlarged_images_are_counted_once(write: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write("large.png")
     write("small.png", np.zeros((4, 4, 3), np.uint8))

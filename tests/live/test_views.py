@@ -233,6 +233,42 @@ def test_threads_at_different_widths(engines: dict[str, Any]) -> None:
         assert torch.equal(live(x), wanted[8]), name
 
 
+class Meanwhile:
+    """In a model that is being copied: what another thread does at that moment."""
+
+    def __init__(self, act: Callable[[], None]):
+        self.act = act
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        self.act()
+
+
+def put_behind(holder: dict[str, Any], key: str, value: object) -> None:
+    """Let `value` be copied right after `key` of `holder`."""
+    items = list(holder.items())
+    at = [name for name, _ in items].index(key) + 1
+    holder.clear()
+    holder.update([*items[:at], ("meanwhile", value), *items[at:]])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_view_made_while_the_model_is_switched(engines: dict[str, Any]) -> None:
+    """It would have the operands of one width, and take them for those of another."""
+    for name, key in (("integer", "_buffers"), ("packed, rounded", "_held"), ("packed, host", "_held")):
+        make, x = engines[name]
+        live = make()
+        wanted = outputs(live, x)
+        board: Any = getattr(unwrap(live), SWITCHBOARD)
+        for before, meanwhile in ((8, 2), (2, 8)):
+            set_bits(live, before)
+            holder = vars(board.pool) if hasattr(board, "pool") else vars(next(iter(board.layers.values())).engine)
+            put_behind(holder, key, Meanwhile(functools.partial(set_bits, live, meanwhile)))
+            views = [view_at_bits(live, bits) for bits in (before, meanwhile)]
+            assert torch.equal(views[0](x), wanted[before]), (name, before)
+            assert torch.equal(views[1](x), wanted[meanwhile]), (name, before)
+            del holder["meanwhile"]
+
+
 @pytest.mark.usefixtures("one_thread", "eager_threads")
 def test_loading_does_not_disturb_models_that_run(engines: dict[str, Any]) -> None:
     """Integer models are traced when they are loaded, for which torch.fx changes nn.Module itself."""

@@ -7,6 +7,7 @@ optional package that crept into the core is found. About a minute, most of it t
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,8 +36,9 @@ def main() -> None:
 
 
 def run(*command: str, cwd: Path | None = None) -> str:
-    """What a command prints; if it fails, this script does too, and shows all of it."""
-    done = subprocess.run(command, cwd=cwd, text=True, capture_output=True)
+    """What a command prints, without the checkout on its path; if it fails, this script does too, and shows it."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return done.stdout

@@ -271,3 +271,9 @@ def test_multiply_adds_count_everything_that_is_multiplied() -> None:
     attention, recurrent = 2 * 2 * 5 * 5 * 4, tokens * 2 * (4 * 4 * 4)
     assert ends.multiply_adds == tokens * 6 * 4 + recurrent + attention + tokens * 4 * 4
     assert ends.multiplying == {"i", "rnn", "o"}
+
+
+def test_multiply_adds_of_a_bilinear_layer_count() -> None:
+    """PyTorch's counter leaves them out."""
+    model = Made(lambda m, x: m.last(m.pair(x, x)), pair=nn.Bilinear(6, 6, 5), last=nn.Linear(5, 2))
+    assert ends_of(model, ROWS).multiply_adds == 8 * (6 * 6 * 5 + 5 * 2)

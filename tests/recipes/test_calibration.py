@@ -51,6 +51,7 @@ def test_what_a_run_leaves(run: CalibrationRun, calibrations: Any, caplog: pytes
     assert artifact.metrics["model"] == "cifar_resnet"
     assert "top1" not in artifact.metrics
     assert result["evaluation"]["which"] == "the same that it was calibrated on", "the six others are too few"
+    assert result["evaluation"]["seen"] == 6
     expected = predict(run.model, run.images).classes
     live = bitdial.load(run.out)
     for bits in (8, 4):
@@ -74,6 +75,7 @@ def test_labels_give_accuracies_of_other_images(
     result = run_calibration(dataclasses.replace(run, images=images))
     assert result["evaluation"] == {
         "folder": "photos", "count": 6, "labels": True, "which": "others of the same folder, not calibrated on",
+        "seen": 0,
     }  # fmt: skip
     others = images.others(99)
     assert others is not None
@@ -83,6 +85,25 @@ def test_labels_give_accuracies_of_other_images(
     for bits, top1 in bitdial.read_artifact(run.out).metrics["top1"].items():
         bitdial.set_bits(live, int(bits))
         assert top1 == pytest.approx(bitdial.accuracy(live, others.labelled()))
+
+
+def test_images_that_were_calibrated_on_are_counted(run: CalibrationRun, calibrations: Any) -> None:
+    """Also where the folder is given once more to measure on."""
+    every = ImageBatches(run.images.folder, SETTINGS, batch_size=4)
+    found = run_calibration(dataclasses.replace(run, evaluation=every))["evaluation"]
+    assert (found["count"], found["seen"]) == (12, 6)
+
+
+def test_labels_are_looked_at_before_the_work(
+    run: CalibrationRun, calibrations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "FEW", 5)
+    labels = run.out.parent / "some.csv"
+    labels.write_text("".join(f"{name},0\n" for name in run.images.names))
+    images = ImageBatches(run.images.folder, SETTINGS, batch_size=4, count=6, labels=labels)
+    with pytest.raises(ConfigError, match="has no class for 6 of 6 images"):
+        run_calibration(dataclasses.replace(run, images=images))
+    assert calibrations.reports == []
 
 
 def test_a_run_that_is_stopped_goes_on(run: CalibrationRun, calibrations: Any, monkeypatch: pytest.MonkeyPatch) -> None:

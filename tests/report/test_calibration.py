@@ -29,7 +29,7 @@ RESULT: dict[str, Any] = {
     "device": "cpu",
     "images": {"folder": "photos", "count": 1000},
     "image_settings": {"resize": 256, "crop": 224, "mean": [1, 2, 3], "std": [4, 5, 6], "order": "RGB"},
-    "evaluation": {"folder": "dev", "count": 200, "labels": True, "which": "those of dev"},
+    "evaluation": {"folder": "dev", "count": 200, "labels": True, "which": "those of dev", "seen": 0},
     "quant": {"bit_choices": [8, 4], "scheme": "nested", "group_size": None, "keep_first_last": 8},
     "float": {"top1": 0.75},
     "widths": {"8": {"top1": 0.74, "agreement": 0.99}, "4": {"top1": 0.7, "agreement": 0.9}},
@@ -71,7 +71,7 @@ def test_a_page_with_labels(tmp_path: Path) -> None:
 
 def test_a_page_without_labels_says_what_agreement_is(tmp_path: Path) -> None:
     result = copy.deepcopy(RESULT)
-    result["evaluation"] |= {"labels": False, "which": "the same that it was calibrated on", "count": 1}
+    result["evaluation"] |= {"labels": False, "which": "the same that it was calibrated on", "count": 1, "seen": 1}
     result["float"]["top1"] = None
     for one in result["widths"].values():
         one |= {"top1": None, "agreement": 1.0}

@@ -132,9 +132,14 @@ def test_a_label_of_no_class(label: int) -> None:
         accuracy(Echo(), [(LOGITS.reshape(1, 5, 3), targets.to(torch.int32).reshape(1, 5))])
 
 
-def test_targets_need_not_be_whole_numbers() -> None:
-    """They are compared as they are; only a whole number is the number of a class."""
-    assert accuracy(Echo(), [(LOGITS, torch.tensor([1.0, 0.0, 0.5, -3.0, 7.5]))]) == 2 / 5
+def test_targets_of_other_types() -> None:
+    """Floats do as long as they are the numbers of classes: what is between them would never be right."""
+    classes = torch.tensor([1, 0, 2, 1, 0])
+    assert accuracy(Echo(), [(LOGITS, classes.double())]) == accuracy(Echo(), [(LOGITS, classes)])
+    for odd in (0.5, -3.0, 7.0, float("nan")):
+        with pytest.raises(TrainingError, match=f"the label {odd} is none of the model's 3 classes"):
+            accuracy(Echo(), [(LOGITS, torch.tensor([1.0, 0.0, odd, 1.0, 0.0]))])
+    assert accuracy(Echo(), [(LOGITS, torch.tensor([1.0, 0.0, -1.0, 1.0, 0.0]))], ignore=-1) > 0
     assert accuracy(Echo(), [(LOGITS[:, :2], torch.tensor([True, False, True, True, True]))]) == 3 / 5
     assert accuracy(Echo(), [(LOGITS[:0], torch.zeros(0, dtype=torch.int64)), (LOGITS[:1], torch.tensor([1]))]) == 1
 

@@ -17,6 +17,8 @@ from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
 VERSION = 2
+OLD_SCHEMES = {"nested": "centred"}  # what version 1 called them
+OLD_KINDS = ("Conv2d", "Linear")  # those that version 1 had
 LARGEST_CODE = 256  # no code, narrowed or not, times its step exceeds this many highest-width scales
 EXTRA_STATE = "_extra_state"  # what PyTorch calls a module's own objects in its state
 FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins with a dot
@@ -72,6 +74,11 @@ class Artifact:
     def part(self, owner: str, name: str) -> Tensor | None:
         """The tensor `name` of a layer or norm, None if it has no such."""
         return self.tensors.get(f"{owner}/{name}")
+
+    def wide(self, name: str) -> Tensor:
+        """The tensor of that full name; in float32 if the file has it in 16 bits and the model does not."""
+        tensor = self.tensors[name]
+        return tensor.float() if name in self.manifest.get("widened", ()) else tensor
 
     def owner(self, layer: str) -> str:
         """The layer whose weight `layer` uses: itself, or the one that it is tied to."""

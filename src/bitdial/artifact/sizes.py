@@ -30,7 +30,7 @@ def sizes(artifact: Artifact) -> dict[str, Any]:
                 one += 4 * artifact.tensors[f"{name}/weight_scale"][0].numel()  # that of one width
                 multipliers = artifact.group_scale(name)
                 one += 0 if multipliers is None else multipliers.numel()
-            one += 4 * entry["shape"][0] if entry["bias"] else 0
+            one += artifact.tensors[f"{name}/bias"].nbytes if entry["bias"] else 0
             one += {"float": 0, "asymmetric": 5}.get(entry["activations"], 4)
         separate[bits] = one
     return {

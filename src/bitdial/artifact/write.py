@@ -24,6 +24,7 @@ from bitdial.artifact.format import (
 )
 from bitdial.artifact.graph import graph_entry
 from bitdial.artifact.read import read_artifact
+from bitdial.artifact.widened import shorten
 from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, PlanError
@@ -76,6 +77,7 @@ def save(
         **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()},
     }
     _check_values(tensors)
+    widened = shorten(model, layers, tensors)
     for name, plan in (plans or {}).items():
         if not isinstance(plan, BitPlan):
             raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
@@ -104,6 +106,8 @@ def save(
         manifest["decomposed"] = decomposed
     if (rotation := rotation_entry(model)) is not None:
         manifest["rotation"] = rotation
+    if widened:
+        manifest["widened"] = widened
     if site_table:
         manifest["sites"] = site_table
     if (graph := graph_entry(model, (*layers, *norms))) is not None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from bitdial.cli.arguments import bit_list, positive, weight_scheme
+from bitdial.cli.arguments import bit_list, positive, seed, weight_scheme
 from bitdial.cli.image_options import LABELS_HELP, setting_arguments, weights_argument
 from bitdial.cli.train_options import SCHEMES
 
@@ -36,7 +36,7 @@ def calibrate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--effort", choices=EFFORTS, default="quick", help="minutes, or longer (default: quick)")
     command.add_argument("--activation-bits", type=int, metavar="B", help="of all widths (default: the weights')")
     command.add_argument("--iterations", type=int, default=2000, help="of --effort full, in each block (default: 2000)")
-    command.add_argument("--seed", type=int, default=0, help="of what --effort full draws (default: 0)")
+    command.add_argument("--seed", type=seed, default=0, help="of what --effort full draws (default: 0)")
     scales = command.add_argument_group("quantisation")
     scales.add_argument(
         "--bits", type=bit_list, default=(8, 6, 4, 3), metavar="8,6,4,3", help="widths, descending (default: 8,6,4,3)"

@@ -100,6 +100,13 @@ class Board(Generic[Steps]):
         """The tensors, beside those of modules, that no switch changes."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Take nothing for what it should be: the next switch writes all that switches write."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_remembered": {}}  # a copy may be made while another thread switches
+
     def _steps(self, chosen: Selection) -> Steps:
         """What is to be done for `chosen`; it is done again later, so it holds nothing of the present state."""
         raise NotImplementedError

@@ -61,11 +61,20 @@ def write_json(path: str | os.PathLike[str], values: Any) -> None:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The JSON values in the file at `path`; ConfigError names it and what is wrong."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except OSError as problem:
         raise ConfigError(f"cannot read {path}: {problem.strerror}") from problem
     except (ValueError, RecursionError) as problem:
         raise ConfigError(f"{path} is not a JSON file: {problem}") from problem
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError if it has a key twice, of which Python would take the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
 
 
 def _flush(path: Path) -> None:

@@ -70,7 +70,8 @@ class ImageBatches(Sequence[Tensor]):
     def subset(self, count: int) -> Self:
         """`count` of these images, evenly spread, or all of them if they are fewer; they share the kept pixels."""
         made = self._of(spread(self.names, count))
-        made._cache = self._cache if made._cache is not None else None
+        if self._cache is not None:
+            made._cache = self._cache
         return made
 
     def others(self, count: int) -> Self | None:

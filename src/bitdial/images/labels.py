@@ -21,23 +21,37 @@ def read_labels(source: str | Path, folder: Path, names: Sequence[str]) -> Tenso
 
     `source` is a JSON or CSV file, or "folders": classes are then the folders in `folder`, numbered in sorted order, as
     torchvision does. A file may name an image by its path from `folder` or by its name alone. Of several splits the one
-    with the folder's name counts, or else the one that has all the images.
+    with the folder's name counts, or else the one that has all the images; if several have, they must agree.
     """
     if source == FOLDERS:
         return classes_by_folder(folder, names)
     path = Path(source)
     tables = [_csv(path)] if path.suffix.lower() == ".csv" else _splits(path, folder.resolve().name)
     missing: list[str] = []
+    found: list[list[int]] = []
     for table in tables:
-        missing = [name for name in names if name not in table and Path(name).name not in table]
-        if not missing:
-            _check_alone(path, table, names)
-            found = [table[name] if name in table else table[Path(name).name] for name in names]
-            return torch.tensor([_class(path, name, value) for name, value in zip(names, found, strict=True)])
-    raise ConfigError(
-        f"{path} has no class for {len(missing)} of {len(names)} images of {folder}, such as {missing[0]}; expected "
-        f"{FORMS}"
-    )
+        absent = [name for name in names if name not in table and Path(name).name not in table]
+        if absent:
+            missing = absent
+        else:
+            found.append(_classes(path, table, names))
+    if not found:
+        raise ConfigError(
+            f"{path} has no class for {len(missing)} of {len(names)} images of {folder}, such as {missing[0]}; "
+            f"expected {FORMS}"
+        )
+    if any(classes != found[0] for classes in found):
+        raise ConfigError(
+            f"{path}: {len(found)} splits have all images of {folder}, with different classes, and none has the "
+            "folder's name; give a file with one split"
+        )
+    return torch.tensor(found[0])
+
+
+def _classes(path: Path, table: dict[str, Any], names: Sequence[str]) -> list[int]:
+    """The classes of `names`, all of which the table has."""
+    _check_alone(path, table, names)
+    return [_class(path, name, table[name] if name in table else table[Path(name).name]) for name in names]
 
 
 def _check_alone(path: Path, table: dict[str, Any], names: Sequence[str]) -> None:

@@ -122,6 +122,11 @@ class PackedWeightPool:
         """The tensors that no switch changes: copies of a pool may share them."""
         return [self.master, self._blocks, self._layers]
 
+    def forget(self) -> None:
+        """Take no words for what they should be: the next switch, which must name all layers, writes all of them."""
+        self.bits = dict.fromkeys(self.bits, 0)
+        self._held.zero_()
+
     def stored_codes(self, name: str) -> Tensor:
         """The codes of a layer at `high` bits, (rows, columns) int8, read back from the master."""
         layer = self.names[name]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.artifact import FLOAT, Artifact, check_same_graph, fit, read_artifact
+from bitdial.artifact.widened import remember_widened
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.live.casts import refuse_casts
@@ -27,6 +28,7 @@ from bitdial.live.skeleton import built, copy_of
 from bitdial.live.trainable import put_sites, trainable_layers
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
 from bitdial.nn.layer_kinds import KINDS
+from bitdial.nn.own_dtypes import remembered
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.report import REPORT
@@ -145,7 +147,8 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
     """Convert in place what a weight-only model computes with: parameters, and what weights are dequantised to.
 
     Scales stay in float32, and so do other buffers: tables such as rotary frequencies lose their meaning in 16 bits.
-    Norms with statistics stay as a whole, since PyTorch takes their parameters in the type of these.
+    Buffers that were of that type in the float model are of it again. Norms with statistics stay as a whole, since
+    PyTorch takes their parameters in the type of these.
     """
     norms = [module for module in live.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     kept = {id(parameter) for norm in norms for parameter in norm.parameters()}
@@ -155,6 +158,9 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
             if not bool(parameter.isfinite().all()):
                 raise ConfigError(f"the parameter {name!r} has values beyond {dtype}; choose torch.bfloat16")
     for layer in live.modules():
+        for name, own in remembered(layer).items():
+            if own == dtype and layer._buffers.get(name) is not None and layer not in norms:
+                setattr(layer, name, getattr(layer, name).to(dtype))
         if isinstance(layer, LiveLayer):
             layer.like = layer.like.to(dtype)
 
@@ -183,10 +189,11 @@ def _assemble(
     layers, norms, floats = fit(artifact, model)
     check_same_graph(artifact, model)
     for key, tensor in floats.items():
-        _fill(tensor, artifact.tensors[f"{FLOAT}{key}"])
+        _fill(tensor, artifact.wide(f"{FLOAT}{key}"))
     for name, layer in layers.items():
-        if (bias := artifact.part(name, "bias")) is not None:
-            layer.bias = nn.Parameter(bias.clone())
+        if artifact.part(name, "bias") is not None:
+            layer.bias = nn.Parameter(artifact.wide(f"{name}/bias").clone())
+    remember_widened(artifact, model)
     new = make_layers(artifact, layers)
     for name, norm in norms.items():
         new[norm] = _norm(artifact, name, norm)

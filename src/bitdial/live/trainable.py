@@ -20,8 +20,6 @@ def trainable_layers(artifact: Artifact, layers: dict[str, nn.Module]) -> dict[n
             weight = kind.from_rows(layer, _master_rows(artifact, owner)).contiguous()
             masters[owner] = nn.Parameter(weight), _weight_quantizer(artifact, owner)
         layer.weight, quantizer = masters[owner]
-        if (bias := artifact.part(name, "bias")) is not None:
-            layer.bias = nn.Parameter(bias.clone())
         act_quantizer = act_quantizer_in(artifact, name, entry["activations"])
         trainable = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
         trainable.fed_by, trainable.fixed_bits = entry["fed_by"], entry.get("fixed_bits")

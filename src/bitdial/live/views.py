@@ -40,6 +40,9 @@ def view_at_bits(model: nn.Module, bits: LayerBits | BitPlan | str) -> nn.Module
         if not isinstance(layer, LiveLayer):
             raise ConfigError(f"layer {name!r} is a {type(layer).__name__}; views are of live models: load(path)")
     view: nn.Module = copy.deepcopy(model, _shared(model))
+    board = getattr(unwrap(view), SWITCHBOARD, None)
+    if board is not None:
+        board.forget()  # the model may have been switched while it was copied
     set_bits(view, bits)
     return view
 

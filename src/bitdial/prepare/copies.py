@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from bitdial.dial.dial import copy_unwrapped
 from bitdial.errors import ConfigError
+from bitdial.nn.own_dtypes import widen
 from bitdial.prepare.model_call import Batch
 
 
@@ -19,10 +20,10 @@ def copy_to_prepare(model: nn.Module, batches: list[Batch]) -> tuple[nn.Module, 
     if not found:
         return made, batches, []
     dtypes = " and ".join(f"{dtype} ({name!r})" for dtype, name in found.items())
-    made.float()
+    widen(made)
     warning = (
-        f"the model has tensors in {dtypes}; the prepared copy is in float32, in which it trains and is saved, so give "
-        "it float32 inputs. TrainConfig(autocast='bfloat16') trains in 16 bits"
+        f"the model has tensors in {dtypes}; the prepared copy is in float32, in which it trains, so give it float32 "
+        "inputs. TrainConfig(autocast='bfloat16') trains in 16 bits"
     )
     return made, [tree_map_only(Tensor, _as_float32, batch) for batch in batches], [warning]
 

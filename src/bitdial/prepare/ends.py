@@ -170,7 +170,11 @@ def _multiply_add_counter() -> Any:
     def cudnn_rnn(x: Any, weights: Any, *others: Any, **named: Any) -> int:
         return 2 * x[0] * x[1] * sum(w[0] * w[1] for w in weights if len(w) == 2)
 
+    def bilinear(x: Any, weight: Any, other: Any, *others: Any, **named: Any) -> int:
+        return 2 * x[0] * weight[0] * weight[1] * weight[2]
+
     more = {
+        torch.ops.aten._trilinear: bilinear,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
         torch.ops.aten.mkldnn_rnn_layer: mkldnn_rnn,
         torch.ops.aten._cudnn_rnn: cudnn_rnn,

@@ -47,7 +47,7 @@ def find_odd_label(targets: Any, classes: int, ignored: int | None = None) -> in
     return int(targets[odd][0]) if bool(odd.any()) else None
 
 
-def label_problem(label: int, classes: int) -> str:
+def label_problem(label: float, classes: int) -> str:
     """What to say of a label that is no class."""
     return (
         f"the label {label} is none of the model's {classes} classes, 0 to {classes - 1}; "

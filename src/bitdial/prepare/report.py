@@ -141,7 +141,8 @@ class ModelReport:
                 if self.dynamic_layers
                 else []
             ),
-            f"multiply-adds  {_part(self.quantised_multiply_adds, self.multiply_adds)} by quantised layers",
+            f"multiply-adds  {_part(self.quantised_multiply_adds, self.multiply_adds)} by quantised layers, on the "
+            "calibration batch",
             f"first layers   {_listed(self.first_layers)}; last layers {_listed(self.last_layers)} ({by})",
             f"norms          {len(self.switched_norms)} with a set per width, {len(self.kept_norms)} without",
             f"bytes          {self.float_bytes:,} in float, {self.file_bytes:,} in a file for all widths",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import copy_unwrapped, unwrap
 from bitdial.errors import ConfigError
 from bitdial.functional.rotation import across, half_power, largest_block, turn, walsh_hadamard
+from bitdial.nn.own_dtypes import widen
 from bitdial.nn.rotation import (
     HADAMARD,
     ROTATION,
@@ -94,7 +95,7 @@ def rotate(
         raise ConfigError("nothing is left to rotate: residual and values are False, down_block is None")
     made = copy_unwrapped(given)
     if any(p.dtype != torch.float64 for p in made.parameters() if p.is_floating_point()):
-        made.float()
+        widen(made)
     decoder = _decoder(made, residual=residual)
     generator = torch.Generator().manual_seed(seed)
     untied = untie and decoder.tied

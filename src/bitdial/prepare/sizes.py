@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bitdial.nn import ActivationSite, QuantLayer, SwitchableBatchNorm
+from bitdial.nn.own_dtypes import shortest, shortest_of
 
 SITE_BYTES = 4  # the scale of one width
 
@@ -20,11 +21,15 @@ def state_bytes(module: nn.Module) -> int:
 
 
 def float_bytes(model: nn.Module, quantised: list[str]) -> int:
-    """Bytes of the model's state outside the modules named in `quantised`; tensors with two names count once."""
+    """Bytes of the model's state outside the modules named in `quantised`; tensors with two names count once.
+
+    What was in 16 bits before the model became float32, and has such values still, counts as that.
+    """
     swapped = {model.get_submodule(name) for name in quantised}
     prefixes = tuple(f"{n}." for n, m in model.named_modules(remove_duplicate=False) if m in swapped)
     state = {key: v for key, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    return sum({id(v): v.nbytes for key, v in state.items() if not key.startswith(prefixes)}.values())
+    outside = {key: v for key, v in state.items() if not key.startswith(prefixes)}
+    return sum({id(v): shortest_of(model, key, v).nbytes for key, v in outside.items()}.values())
 
 
 def expected_bytes(model: nn.Module) -> dict[str, Any]:
@@ -41,7 +46,7 @@ def expected_bytes(model: nn.Module) -> dict[str, Any]:
     stored = set()
     for layer in layers.values():
         quantizer, act, elements = layer.weight_quantizer, layer.act_quantizer, layer.weight.numel()
-        bias = 0 if layer.bias is None else layer.bias.nbytes
+        bias = 0 if layer.bias is None else shortest(layer, "bias", layer.bias).nbytes
         act_bytes = 0 if act is None else 5 if act.kind == "asymmetric" else 4
         together += bias + len(widths) * act_bytes
         own = layer.weight not in stored

@@ -57,7 +57,7 @@ def decide(
         if kind.multiplies and name in ends.stems:
             treatments[name] = _end(default, config, "is a first layer, which the inputs reach (keep_first_last)")
         if kind.gathers:
-            reason = f"is quantised where a rule asks for it: Rule(type={kind.name!r}, quantize=True)"
+            reason = f"is of kind {kind.name}, which only a rule quantises: Rule(type={kind.name!r}, quantize=True)"
             treatments[name] = default.kept(reason, "default")
     for rule in config.rules:
         matched = [name for name, layer in candidates.items() if _matches(rule, name, layer)]

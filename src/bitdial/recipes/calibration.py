@@ -99,9 +99,9 @@ def check_out(out: Path) -> None:
 
 def run_calibration(run: CalibrationRun, *, tell: Callable[[str], None] = log.info) -> dict[str, Any]:
     """Calibrate, save at `run.out` with the numbers beside it, and return these; `tell` gets a line for each stage."""
+    images, which = _to_evaluate(run)  # before the work: its labels may be incomplete
     if not _is_calibrated(run):
         _calibrate(run, tell)
-    images, which = _to_evaluate(run)
     tell(f"Measuring on {images.size:,} images: {which}")
     began = time.monotonic()
     whole, judged = _measure(run, images)
@@ -118,6 +118,7 @@ def run_calibration(run: CalibrationRun, *, tell: Callable[[str], None] = log.in
             "count": images.size,
             "labels": images.labels is not None,
             "which": which,
+            "seen": _seen(run, images),
         },
         "quant": json.loads(json.dumps(run.quant.to_dict())),
         "float": {"top1": whole.top1},
@@ -211,6 +212,12 @@ def _to_evaluate(run: CalibrationRun) -> tuple[ImageBatches, str]:
     if (others := run.images.others(HELD_OUT)) is not None and others.size >= FEW:
         return others, "others of the same folder, not calibrated on"
     return run.images, "the same that it was calibrated on"
+
+
+def _seen(run: CalibrationRun, images: ImageBatches) -> int:
+    """How many of `images` the model was calibrated on."""
+    same = images.folder.resolve() == run.images.folder.resolve()
+    return len(set(images.names) & set(run.images.names)) if same else 0
 
 
 def _measure(run: CalibrationRun, images: ImageBatches) -> tuple[Judged, dict[int, Judged]]:

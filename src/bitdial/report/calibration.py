@@ -133,9 +133,10 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     ]
     if resumed := result["calibration"]["resumed"]:
         notes.append(f"The run went on after {counted(resumed, 'block')} of an earlier one, whose time is not counted.")
-    if evaluation["which"].startswith("the same"):
+    if seen := evaluation["seen"]:
+        which = "the images" if seen == evaluation["count"] else f"{counted(seen, 'image')} of those"
         notes.append(
-            "It is measured on the images that it was calibrated on, so other images will agree less. Give others with "
+            f"It is measured on {which} that it was calibrated on, so other images will agree less. Give others with "
             "--eval-images."
         )
     if not evaluation["labels"]:

@@ -59,10 +59,12 @@ def _count_right(logits: Tensor, targets: Tensor, axis: int, ignore: int | None)
     classes = logits.shape[axis]
     counted = torch.ones_like(targets, dtype=torch.bool) if ignore is None else targets != ignore
     odd = ((targets < 0) | (targets >= classes)) & counted
+    if targets.is_floating_point():
+        odd |= (targets != targets.floor()) & counted  # true of NaN as well
     hits = (logits.argmax(dim=axis) == targets) & counted
     right, seen, odd_ones = torch.stack([hits.sum(), counted.sum(), odd.sum()]).tolist()  # one wait for the device
-    if odd_ones and not targets.is_floating_point():
-        label = int(targets[odd][0])
+    if odd_ones:
+        label = targets[odd][0].item()
         raise TrainingError(f"{label_problem(label, classes)}: accuracy(..., ignore={label})")
     return right, seen
 

@@ -294,6 +294,9 @@ class Switchboard(Board[_Steps]):
     def fixed(self) -> list[Tensor]:
         return [self.master, self.table, self._code_blocks, self._word_blocks]
 
+    def forget(self) -> None:
+        self._held = np.full_like(self._held, NOTHING)
+
     def bytes_held(self) -> dict[str, int]:
         """The memory of the buffers, by what they hold."""
         blocks = self._code_blocks, self._word_blocks, self._wanted

@@ -32,6 +32,9 @@ class PoolBoard(Board[Selection]):
     def fixed(self) -> list[Tensor]:
         return self.pool.fixed()
 
+    def forget(self) -> None:
+        self.pool.forget()
+
     def _steps(self, chosen: Selection) -> Selection:
         return chosen
 

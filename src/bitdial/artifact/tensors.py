@@ -1,0 +1,59 @@
+"""The tensors of a file, each checked against what the manifest says of it, and the fields of manifest entries."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitdial.artifact.format import LARGEST_CODE, Artifact
+from bitdial.errors import ArtifactError
+
+Fields = dict[str, type | tuple[type, ...]]  # of an entry, with their types
+
+
+class ExpectedTensors:
+    """The tensors of `artifact` that its manifest calls for; `names` are those met so far."""
+
+    def __init__(self, artifact: Artifact):
+        self.artifact = artifact
+        self.names: set[str] = set()
+
+    def take(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """The tensor called `name`; ArtifactError unless it is of this type and shape, and finite."""
+        tensor = self.artifact.tensors.get(name)
+        if tensor is None:
+            raise ArtifactError(f"the tensor {name!r} is missing")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ArtifactError(
+                f"the tensor {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"expected {dtype} of shape {shape}"
+            )
+        if dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise ArtifactError(f"the tensor {name!r} holds NaN or infinity")
+        self.names.add(name)
+        return tensor
+
+    def take_scale(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check a tensor of scales: positive, and no value beyond float32 at any code."""
+        scale = self.take(name, torch.float32, shape)
+        if not bool((scale > 0).all()):
+            raise ArtifactError(f"the scale {name!r} is not positive")
+        if not bool((scale * LARGEST_CODE).isfinite().all()):
+            raise ArtifactError(f"the scale {name!r} is so large that values overflow")
+
+
+def check_fields(label: str, entry: Any, fields: Fields) -> None:
+    """Raise unless `entry` is a dict with exactly `fields`, each of its type (a bool is not an int)."""
+    if not isinstance(entry, dict):
+        raise ArtifactError(f"{label} is not a JSON object")
+    if odd := sorted(set(entry) ^ set(fields)):
+        raise ArtifactError(f"{label}: {odd[0]!r} is {'missing' if odd[0] in fields else 'unknown'}")
+    for key, kind in fields.items():
+        value = entry[key]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ArtifactError(f"{label}: {key} is {value!r}, which is not of the right type")
+
+
+def are_sizes(shape: tuple[Any, ...]) -> bool:
+    """Whether all of `shape` can be sizes of a tensor."""
+    return all(type(size) is int and 0 < size < 1 << 31 for size in shape)
