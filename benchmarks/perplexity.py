@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from bitdial import (
     CalibrateConfig,
     QuantConfig,
+    Rule,
     calibrate,
     load,
     perplexity,
@@ -87,6 +88,13 @@ def measure(
     return {"perplexity": values, "ratio": ratios, "file_bytes": size, "seconds": round(seconds, 1)}
 
 
+def embedding_rules(bits: int | None) -> tuple[Rule, ...]:
+    """Rules that put the embedding and the head at that width; none without it."""
+    if bits is None:
+        return ()
+    return Rule(type="Embedding", bits=bits), Rule(pattern="lm_head", bits=bits, activations="float")
+
+
 def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each width of a `record`."""
     config, found, calibrated = record["config"], record["perplexity"], record["calibrated"]
@@ -134,6 +142,9 @@ def main() -> None:
     parser.add_argument("--group-scales", default="integer")
     parser.add_argument("--activations", default="float", help="as QuantConfig has it: float, dynamic, auto")
     parser.add_argument("--start", default="max")
+    parser.add_argument(
+        "--embedding-bits", type=int, help="embedding and head at this width; else a tied pair is float"
+    )
     parser.add_argument("--rotate", action="store_true", help="rotate the model first, see bitdial.rotate")
     parser.add_argument("--calibrate", choices=("quick", "full"), help="calibrate on the beginning of the text")
     parser.add_argument("--calibration-rows", type=int, default=16)
@@ -154,6 +165,7 @@ def main() -> None:
     config = QuantConfig(
         bit_choices=tuple(options.bits), scheme=options.scheme, activations=options.activations, keep_first_last=False,
         group_size=options.group_size or None, group_scales=options.group_scales, start=options.start,
+        rules=embedding_rules(options.embedding_bits),
     )  # fmt: skip
     calibration = None
     if options.calibrate:

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from bitdial import (
+    BitPlan,
     QuantConfig,
+    Rule,
+    describe,
     export_pretrained,
     get_bits,
     load,
@@ -150,6 +153,46 @@ def test_other_architectures(tmp_path: Path) -> None:
             assert torch.equal(logits(live), logits(model))
 
 
+def test_a_tied_embedding_and_head_at_8_bits(tmp_path: Path) -> None:
+    """Stored once, as codes, and at 8 bits whatever the dial says; on every kernel and through a folder."""
+    rules = (Rule(type="Embedding", bits=8), Rule(pattern="lm_head", bits=8, activations="float"))
+    sizes = {"group_size": 32, "keep_first_last": True, "rules": rules}
+    for activations in ("float", "auto"):
+        float_model = llama(tie_word_embeddings=True)
+        model = prepared(float_model, activations=activations, **sizes)
+        path = tmp_path / "model.safetensors"
+        save(model, path)
+        artifact = read_artifact(path)
+        assert artifact.layers["lm_head"]["tied_to"] == "model.embed_tokens"
+        assert artifact.fixed_bits == {"model.embed_tokens": 8, "lm_head": 8}
+        ends = {name: t for name, t in artifact.tensors.items() if "embed" in name or "lm_head" in name}
+        assert {name: tuple(t.shape) for name, t in ends.items()} == {
+            "model.embed_tokens/codes": (96, 64),
+            "model.embed_tokens/weight_scale": (1, 96),
+            "model.embed_tokens/group_scale": (96, 2),
+        }
+        assert describe(model).file_bytes == sum(t.nbytes for t in artifact.tensors.values())
+        lives = [load(path, float_model), load_pretrained(export_pretrained(path, tmp_path / "folder", model))]
+        for bits in WIDTHS:
+            set_bits(model, bits)
+            for live in lives:
+                set_bits(live, bits)
+                assert {get_bits(live)[name][0] for name in ("model.embed_tokens", "lm_head")} == {8}
+                assert torch.equal(logits(live), logits(model))
+        assert lives[1].generate(input_ids=IDS, max_new_tokens=2, do_sample=False).shape[1] > IDS.shape[1]
+        plan = BitPlan({"model.embed_tokens": 4, "lm_head": 4}, default=2)
+        for each in (model, lives[0]):
+            set_bits(each, plan)
+        assert torch.equal(logits(lives[0]), logits(model)), "a plan that names them moves them"
+        if activations == "float":
+            packed = load(path, float_model, kernels="packed", dtype=torch.bfloat16)
+            set_bits(packed, 3)
+            set_bits(model, 3)
+            assert float((logits(packed).float() - logits(model)).norm() / logits(model).norm()) < 0.03
+    with pytest.raises(ConfigError, match=r"'lm_head' uses the same weight in float; .* Rule\(pattern='lm_head'"):
+        prepared(llama(tie_word_embeddings=True), rules=rules[:1])
+
+
 def test_a_folder_gives_config_and_tokenizer(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "source"
     llama().save_pretrained(source)
@@ -226,6 +269,27 @@ def test_what_cannot_be_exported(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="there is no folder"):
         load_pretrained(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_came_out_of_a_gguf_file(made: Path, tmp_path: Path) -> None:
+    """transformers reads such a file as float weights, and its config goes on to say where they came from."""
+    entry = {"quant_method": "gguf", "gguf_file": "model.Q4_1.gguf", "dequantize": False}
+    float_model = llama()
+    float_model.config.quantization_config = transformers.utils.quantization_config.GgufConfig(**entry)
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**json.loads(llama().config.to_json_string()), "architectures":
+                                        ["LlamaForCausalLM"], "quantization_config": entry}))  # fmt: skip
+    for like in (float_model, source):
+        out = export_pretrained(made / "model.safetensors", tmp_path / "out", like)
+        settings = json.loads((out / "config.json").read_text())
+        assert settings["quantization_config"]["quant_method"] == "bitdial"
+        assert "gguf" not in (out / "config.json").read_text()
+        assert torch.equal(logits(load_pretrained(out)), logits(load_pretrained(made)))
+    for other in ({"quant_method": "gptq", "bits": 4}, {"bits": 4}, "gguf"):
+        change(source, quantization_config=other)
+        with pytest.raises(ExportError, match="has a quantization_config already"):
+            export_pretrained(made / "model.safetensors", tmp_path / "out", source)
 
 
 def test_the_float_model_is_not_overwritten(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

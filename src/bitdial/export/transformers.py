@@ -38,6 +38,8 @@ AUTO_CLASSES = (
 )  # fmt: skip
 # Settings that make transformers load code or weights from elsewhere, or that are about another place.
 DROPPED = ("auto_map", "attn_implementation", "experts_implementation", "custom_pipelines", "quantization_config")
+# What a folder's config does not take over: a place on this machine, perhaps, and what the float model was read from.
+LEFT_OUT = ("_name_or_path", "quantization_config")
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 
 
@@ -55,9 +57,8 @@ def export_pretrained(
     path, folder = Path(path), Path(folder)
     artifact = read_artifact(path)
     settings, generation, files = _settings_of(like) if isinstance(like, nn.Module) else _settings_in(Path(like))
-    if settings.get("quantization_config"):
-        raise ExportError("the config has a quantization_config already; give that of the float model")
-    settings = {k: v for k, v in settings.items() if k != "_name_or_path"}  # a place on this machine, perhaps
+    _check_float(settings.get("quantization_config"))
+    settings = {k: v for k, v in settings.items() if k not in LEFT_OUT}
     target = folder / WEIGHTS
     there = target.exists() and target.samefile(path)
     if not isinstance(like, nn.Module):
@@ -74,6 +75,12 @@ def export_pretrained(
         write_json(folder / GENERATION, generation)
     write_json(folder / CONFIG, {**settings, "quantization_config": _describe(artifact)})
     return folder
+
+
+def _check_float(described: Any) -> None:
+    """Refuse a config that describes quantised weights; a GGUF file's are float once transformers has read them."""
+    if described and not (isinstance(described, dict) and described.get("quant_method") == "gguf"):
+        raise ExportError("the config has a quantization_config already; give that of the float model")
 
 
 def _describe(artifact: Artifact) -> dict[str, Any]:

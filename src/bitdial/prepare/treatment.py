@@ -134,8 +134,8 @@ def without_float_owners(
         others = [o for o in owners[weight] if o not in candidates or not treatments[o].quantize]
         if others and treatments[name].asked_for:
             raise ConfigError(
-                f"layer {name!r}: a rule asks to quantise it, but {others[0]!r} uses the same weight in "
-                "float; untie them or drop the rule"
+                f"layer {name!r}: a rule asks to quantise it, but {others[0]!r} uses the same weight in float; "
+                f"quantise that too, by Rule(pattern={others[0]!r}, quantize=True), untie them or drop the rule"
             )
         if others:
             treatments[name] = treatments[name].kept(
