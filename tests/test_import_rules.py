@@ -27,6 +27,7 @@ ORDER: list[list[str]] = [
     ["train", "calibrate", "sensitivity", "planning", "artifact"],
     ["live"],
     ["export"],
+    ["language"],
     ["recipes", "report"],
     ["demos"],
     ["cli"],

@@ -139,6 +139,22 @@ def test_an_artifact_can_be_gone_on_from(options: LlmOptions) -> None:
         changed(again, bit_choices=(8, 2))
 
 
+def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None:
+    """Its file loads on the plain model, and can be gone on from."""
+    first = llm(changed(options, rotate=True, activations="signed"))
+    assert bitdial.read_artifact(first.artifact).manifest["rotation"]
+    level = first.metrics["float_perplexity"]
+    assert first.metrics["start_perplexity"]["8"] == pytest.approx(level, rel=0.1)
+    live = bitdial.load(first.artifact, LanguageModel.read(options.model).model)
+    tokens = torch.arange(32).reshape(2, 16)
+    with torch.no_grad():
+        assert torch.equal(live(tokens).logits, first.model(tokens).logits)
+    again = changed(options, calibrated=first.artifact, name="again", bit_choices=LlmOptions.bit_choices, group_size=32)
+    second = llm(changed(again, lr=1e-9))
+    assert second.metrics["start_perplexity"]["2"] == pytest.approx(first.metrics["perplexity"]["2"], rel=1e-4)
+    assert second.rows[0]["activations"] == "signed"
+
+
 def test_lower_widths_can_weigh_more(options: LlmOptions) -> None:
     """In one update for all, the lowest width has more of the step."""
     few = changed(options, steps=20, evaluations=1, update="accumulated", clip_norm=100.0)

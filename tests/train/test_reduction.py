@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError, TrainingError
+from bitdial.artifact import save
+from bitdial.errors import ArtifactError, ConfigError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
-from bitdial.train import ArrayData, JointStep, TrainConfig, distributed, reduction
+from bitdial.train import (
+    ArrayData,
+    JointStep,
+    TrainConfig,
+    distributed,
+    load_checkpoint,
+    reduction,
+    save_checkpoint,
+)
 from bitdial.train.reduction import GradientReducer
+from bitdial.train.sharding import shard, whole
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo")
 
@@ -166,8 +177,61 @@ def test_a_sharded_model_is_refused(group: None, make_model: Callable[..., nn.Mo
     class FullyShardedDataParallel(nn.Sequential):
         """Known by its name."""
 
-    with pytest.raises(ConfigError, match="parts of its parameters"):
+    with pytest.raises(ConfigError, match="use fully_shard"):
         JointStep(FullyShardedDataParallel(make_model()), TrainConfig(epochs=1), steps_per_epoch=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "optimizer", "problem"),
+    [
+        ({"sampling": "random"}, None, "sampling='random'"),
+        ({"alrs": "layer"}, None, "alrs='layer'"),
+        ({}, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), "an optimizer of your own"),
+    ],
+    ids=str,
+)
+def test_what_needs_whole_parameters_is_refused(
+    settings: dict[str, Any], optimizer: Any, problem: str, group: None, make_model: Callable[..., nn.Module]
+) -> None:
+    model = make_model(norms=False)
+    shard(model)
+    with pytest.raises(ConfigError, match=f"{problem} does not go with a model that is spread over processes"):
+        JointStep(model, TrainConfig(epochs=1, **settings), steps_per_epoch=1, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate": 2, "clip_norm": 0.5}, {"update": "accumulated", "alrs": "off"}]
+)
+def test_a_sharded_step_alone_in_a_group_is_that_without_one(
+    settings: dict[str, Any],
+    group: None,
+    make_model: Callable[..., nn.Module],
+    make_data: Callable[..., ArrayData],
+    tmp_path: Path,
+) -> None:
+    """Also from a checkpoint of the other kind."""
+    ends = []
+    for sharded in (False, True):
+        model = make_model(norms=False)
+        if sharded:
+            shard(model)
+        step = JointStep(model, TrainConfig(epochs=1, lr=1e-2, **settings), steps_per_epoch=3)
+        batches = list(make_data().batches(0))
+        for number, batch in enumerate(batches):
+            step(batch.inputs, batch.targets)
+            if number == 0:
+                save_checkpoint(tmp_path / f"{sharded}.ckpt", step)
+        ends.append({name: whole(value) for name, value in model.state_dict().items()})
+        if sharded:
+            with pytest.raises(ArtifactError, match="is spread over processes"):
+                save(model, tmp_path / "model.safetensors")
+            load_checkpoint(tmp_path / "False.ckpt", step)
+            for batch in batches[1:]:
+                step(batch.inputs, batch.targets)
+            ends.append({name: whole(value) for name, value in model.state_dict().items()})
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert torch.equal(ends[2][name], ends[1][name]), name
 
 
 def test_a_step_that_is_older_than_the_group_is_refused(

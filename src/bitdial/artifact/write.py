@@ -61,6 +61,11 @@ def save(
         raise ArtifactError("the model is a live one; save takes one from prepare() or load_trainable(path)")
     if not layers:
         raise ArtifactError("the model has no quantised layer to save; save takes a model from prepare()")
+    if sharded := [name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")]:
+        raise ArtifactError(
+            f"{sharded[0]!r} is spread over processes (fully_shard); load the whole state, which get_model_state_dict "
+            "of torch.distributed.checkpoint.state_dict gives, into a prepared model that is not, and save that"
+        )
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
@@ -78,10 +83,7 @@ def save(
     }
     _check_values(tensors)
     widened = shorten(model, layers, tensors)
-    for name, plan in (plans or {}).items():
-        if not isinstance(plan, BitPlan):
-            raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
-        resolve_plan(model, plan)
+    _check_plans(model, plans or {})
     if sensitivity is not None:
         if not isinstance(sensitivity, Sensitivity):
             raise ArtifactError(f"sensitivity is a {type(sensitivity).__name__}; give what hessian_trace returns")
@@ -102,19 +104,25 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
-    if decomposed := decomposed_modules(model):
-        manifest["decomposed"] = decomposed
-    if (rotation := rotation_entry(model)) is not None:
-        manifest["rotation"] = rotation
-    if widened:
-        manifest["widened"] = widened
-    if site_table:
-        manifest["sites"] = site_table
-    if (graph := graph_entry(model, (*layers, *norms))) is not None:
-        manifest["graph"] = graph
-    if isinstance(report := getattr(model, REPORT, None), ModelReport):
-        manifest["report"] = report.to_dict()
+    report = getattr(model, REPORT, None)
+    optional = {
+        "decomposed": decomposed_modules(model),
+        "rotation": rotation_entry(model),
+        "widened": widened,
+        "sites": site_table,
+        "graph": graph_entry(model, (*layers, *norms)),
+        "report": report.to_dict() if isinstance(report, ModelReport) else None,
+    }
+    manifest |= {key: entry for key, entry in optional.items() if entry}
     return _write(path, tensors, manifest, model)
+
+
+def _check_plans(model: nn.Module, plans: Mapping[str, BitPlan]) -> None:
+    """Raise PlanError for what is not a plan of `model`."""
+    for name, plan in plans.items():
+        if not isinstance(plan, BitPlan):
+            raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
+        resolve_plan(model, plan)
 
 
 def _write(path: str | os.PathLike[str], tensors: dict[str, Tensor], manifest: dict[str, Any], model: nn.Module) -> str:

@@ -46,6 +46,7 @@ def _quantisation(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--activations", metavar="KIND", help="how activations are quantised (default: float)")
     group.add_argument("--start", choices=STARTS, help="how scales start (default: balanced)")
+    group.add_argument("--rotate", action="store_true", help="rotate the model first; for quantised activations")
     group.add_argument(
         "--calibrated", type=Path, metavar="FILE", help="an artifact of the same model to start from, with its widths"
     )
@@ -64,6 +65,7 @@ def _training(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="keep the activations of no block, and compute them again: less memory, a third more time",
     )
+    group.add_argument("--shard", action="store_true", help="under torchrun, each process holds a part of the model")
     group.add_argument("--lr", type=float, help="learning rate, with a cosine to 0 (default: 2e-05)")
     group.add_argument("--scale-lr", type=float, help="learning rate of the scales (default: that of --lr)")
     group.add_argument("--update", choices=UPDATES, help="after each width, or one for all (default: separate)")

@@ -4,9 +4,11 @@ The loss is the KL divergence from the float model's logits, at temperature 1, a
 be kept, not another text learned. The rate is small (2e-5) with a cosine to 0, as in LLM-QAT, ParetoQ and EfficientQAT.
 Perplexity on the end of the text, which is not trained on, is taken at each width at intervals.
 
-Under torchrun each process trains on its share of every batch, and process 0 writes.
+Under torchrun each process trains on its share of every batch, and process 0 writes. With `shard` each process holds
+its part of every block (FSDP2), for models that no single GPU can train.
 """
 
+import copy
 import platform
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from bitdial.files.atomic import write_json
 from bitdial.live.load import load_trainable
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
+from bitdial.prepare.rotate import rotate
 from bitdial.recipes.language_model import LanguageModel, Texts
 from bitdial.recipes.llm_options import LlmOptions
 from bitdial.recipes.outcome import add_result, run_name, settings_of
@@ -32,6 +35,7 @@ from bitdial.recipes.run import RecipeRun
 from bitdial.train import Callback, History, TrainConfig, distributed, evaluate, train
 from bitdial.train.callbacks import Run
 from bitdial.train.perplexity import perplexity
+from bitdial.train.sharding import shard, whole
 from bitdial.train.tokens import TokenData
 
 ROWS_TO_PREPARE = 8
@@ -41,7 +45,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LlmOutcome:
-    """A finished run: the trained model, where its artifact is, a result row for each width."""
+    """A finished run: the trained model (whole in process 0), where its artifact is, a result row for each width."""
 
     model: nn.Module
     artifact: Path
@@ -55,6 +59,8 @@ def llm(options: LlmOptions, *, tell: Tell = lambda line: None) -> LlmOutcome:
     device = distributed.own_device()
     with distributed.joined(device):
         say: Tell = tell if distributed.rank() == 0 else lambda line: None
+        if options.shard and distributed.world_size() == 1:
+            raise ConfigError("--shard needs several processes: torchrun --nproc-per-node 2 -m bitdial train llm ...")
         if options.batch % (distributed.world_size() * options.accumulate):
             raise ConfigError(
                 f"--batch {options.batch} does not go into {distributed.world_size()} processes of --accumulate "
@@ -121,7 +127,12 @@ def _train(
         cuda_graph=False,  # models of transformers are called as they are
         fused=False,
     )
-    model = _prepared(run, language, data, artifact)
+    trained = model = _prepared(run, language, data, artifact)
+    if options.shard:
+        trained = copy.deepcopy(model).cpu() if distributed.rank() == 0 else model
+        for one in (model, teacher):
+            distributed.share_state(one)
+            shard(one)
     widths = tuple(run.settings["bit_choices"])
     held_out: Any = texts.held_out.split(ROWS_TOGETHER)  # rows are their own targets
     watch = _Watch(teacher, held_out, widths, options.batch * options.length, say)
@@ -138,15 +149,19 @@ def _train(
         checkpoint=run.checkpoint,
         progress=options.progress,
     )
+    if options.shard:
+        state = {name: whole(value).cpu() for name, value in model.state_dict().items()}
+        if distributed.rank() == 0:
+            trained.load_state_dict(state)
     metrics = _metrics(run, history, watch, texts)
-    rows = _rows(run, language, metrics, model, device)
+    rows = _rows(run, language, metrics, trained, device)
     if distributed.rank() == 0:
-        save(model, run.artifact, metrics=metrics)
+        save(trained, run.artifact, metrics=metrics)
         write_json(run.artifact.with_suffix(".json"), {"rows": rows, "history": history.rows})
         if options.results is not None:
             add_result(options.results, *rows)
         run.checkpoint.unlink(missing_ok=True)
-    return LlmOutcome(model=model, artifact=run.artifact, history=history, metrics=metrics, rows=rows)
+    return LlmOutcome(model=trained, artifact=run.artifact, history=history, metrics=metrics, rows=rows)
 
 
 def flat_logits(returned: Any) -> Tensor:
@@ -170,7 +185,8 @@ def _prepared(
     else:
         rows = next(data.batches(0)).inputs
         assert isinstance(rows, Tensor)
-        model = prepare(teacher, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
+        source = rotate(teacher) if run.options.rotate else teacher  # which says the same
+        model = prepare(source, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
     inner: Any = model
     inner.config.use_cache = False
     if run.options.checkpointing:

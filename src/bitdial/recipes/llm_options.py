@@ -8,9 +8,16 @@ from bitdial.errors import ConfigError
 from bitdial.files.atomic import check_folder, check_target
 from bitdial.recipes.outcome import check_results
 
-OF_THE_FILE = ("bit_choices", "scheme", "group_size", "activations", "start")  # not for a run that starts from one
+OF_THE_FILE = (
+    "bit_choices",
+    "scheme",
+    "group_size",
+    "activations",
+    "start",
+    "rotate",
+)  # not for a run that starts from one
 _NOT_SETTINGS = ("out", "model", "text", "calibrated", "name", "results", "command", "progress", "replace")
-_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "tokens")
+_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "shard", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +45,7 @@ class LlmOptions:
     group_size: int = 32
     activations: str = "float"
     start: str = "balanced"
+    rotate: bool = False
     length: int = 512
     batch: int = 16
     accumulate: int = 1
@@ -54,6 +62,7 @@ class LlmOptions:
     evaluations: int = 10
     checkpoint_every: int | None = None
     checkpointing: bool = False  # of activations
+    shard: bool = False  # each process holds a part of the model
 
     def __post_init__(self) -> None:
         least = {"length": 2, "batch": 1, "steps": 1, "held_out": 2, "evaluations": 1, "group_size": 0, "generate": 0}

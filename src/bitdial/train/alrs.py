@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import ConfigError
+from bitdial.train.sharding import norms as norms_of
 
 OWN = ("layer", "channel")
 READINGS = ("relative", "literal", *OWN, "off")
@@ -43,8 +44,7 @@ def _peaks_and_norms(layers: Iterable[Sequence[Tensor]]) -> tuple[Tensor, Tensor
     if not flat:
         return torch.zeros(0), torch.ones(0)
     gradients, owners = [g for _, g in flat], tuple(i for i, _ in flat)
-    largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
-    norms = torch.stack(torch._foreach_norm(gradients, 2))
+    largest, norms = norms_of(gradients, float("inf")), norms_of(gradients, 2)
     count, each = owners[-1] + 1, len(owners) // (owners[-1] + 1)
     if owners == tuple(
         i for i in range(count) for _ in range(each)
@@ -69,6 +69,42 @@ def own_shares(layers: Sequence[Sequence[Tensor]], reading: str) -> list[list[Te
     return [
         [1.0 - (g.detach().abs() / norm).clamp_max(1.0) for g in gs] for gs, norm in zip(layers, norms, strict=True)
     ]
+
+
+def moving_scales(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> list[list[Tensor]]:
+    """The scales that took part in the last pass, by layer; one that layers share goes with the first.
+
+    `pairs` has the scales of weight and activation of each layer.
+    """
+    found: list[list[Tensor]] = []
+    seen: set[Tensor] = set()
+    for pair in pairs:
+        scales = [s for s in pair if s is not None and s.grad is not None and s not in seen]
+        seen.update(scales)
+        found += [scales] if scales else []
+    return found
+
+
+def rate_of_scales(
+    lr: float | Tensor, moving: list[list[Tensor]], *, shift: int, reading: str
+) -> tuple[float | Tensor, dict[Tensor, Tensor] | None]:
+    """The rate of the scales at a width `shift` bits below the highest, and where scales have their own, their shares.
+
+    `moving` is what `moving_scales` found.
+    """
+    if reading == "off" or not moving:
+        return lr, None
+    gradients = [[s.grad for s in scales if s.grad is not None] for scales in moving]
+    peak = lr * 0.0 if reading in OWN else layer_peaks(gradients).mean()
+    if isinstance(lr, Tensor):
+        rate: float | Tensor = scaled_rate(lr, shift=shift, peak=torch.as_tensor(peak), reading=reading)
+    else:
+        rate = scaled_rate(lr, shift=shift, peak=float(peak), reading=reading)
+    if reading not in OWN:
+        return rate, None
+    shares = own_shares(gradients, reading)
+    pairs = zip([s for scales in moving for s in scales], [s for layer in shares for s in layer], strict=True)
+    return rate, dict(pairs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ floors. A resumed run equals one that never stopped, provided that the data repe
 """
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,14 @@ from bitdial.errors import CheckpointError
 from bitdial.files.container import read_container, write_container
 from bitdial.files.lock import sole_writer
 from bitdial.train import distributed
+from bitdial.train.sharding import whole
 from bitdial.train.state import SavedState, checking, like, python_random, state_tensors, under
 from bitdial.train.steps import JointStep
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
 VERSION = 1
 _OPERATIONAL = ("checkpoint_every", "cuda_graph", "fused")  # settings that do not change what is trained
 _BEFORE = {
@@ -41,13 +45,15 @@ def write_checkpoint(
     path: str | os.PathLike[str], step: JointStep, extra: dict[str, Any], beside: dict[str, Tensor]
 ) -> None:
     """As `save_checkpoint`, with the tensors `beside` too."""
+    if any(hasattr(value, "to_local") for value in beside.values()):
+        raise CheckpointError("a callback keeps tensors that are spread over processes, as Ema does; leave it out")
     tensors = state_tensors(unwrap(step.model), _optimizers(step), step=step.step)
     tensors |= {f"beside.{name}": value for name, value in beside.items()}
     if step.own is not None:
         tensors |= {f"own.{name}": value for name, value in step.own.tensors().items()}
     step.distiller.share()
     tensors |= {f"distiller.{name}": value for name, value in step.distiller.tensors().items()}
-    tensors |= {f"floor.{i}": value for i, value in enumerate(step.guard.floors)}
+    tensors |= {f"floor.{i}": whole(value) for i, value in enumerate(step.guard.floors)}
     if distributed.rank() == 0:
         manifest = {
             "kind": "checkpoint",
@@ -145,9 +151,17 @@ def _layers(step: JointStep) -> dict[str, list[Any]]:
 
 
 def _compare_run(manifest: dict[str, Any], step: JointStep) -> None:
+    then, now_there = manifest["run"]["processes"], distributed.world_size()
+    if then != now_there:
+        log.warning(
+            "the checkpoint was written by %s processes and is gone on from in %s: sums round otherwise, and each "
+            "process draws other random numbers",
+            then,
+            now_there,
+        )
     for what, saved, now in (
         ("settings", {**_BEFORE, **manifest["config"]}, step.config.to_dict()),
-        ("data, processes or sensitivity", manifest["run"], _run(step)),
+        ("data or sensitivity", manifest["run"] | {"processes": now_there}, _run(step)),
         ("layers", manifest["layers"], _layers(step)),
     ):
         if changed := differences(saved, now):

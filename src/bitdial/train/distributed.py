@@ -87,8 +87,6 @@ def share_state(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0, in place; ConfigError if the models do not match."""
     if not active():
         return
-    if {"FullyShardedDataParallel", "FSDPModule"} & {c.__name__ for m in model.modules() for c in type(m).__mro__}:
-        raise ConfigError("each process holds parts of its parameters (FSDP); joint training needs them whole in all")
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shape = repr([(name, tuple(value.shape), value.dtype) for name, value in tensors.items()])
     digest = torch.frombuffer(bytearray(hashlib.sha256(shape.encode()).digest()), dtype=torch.uint8)

@@ -12,6 +12,8 @@ from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem
 from bitdial.prepare.model_call import Batch, call
 from bitdial.prepare.model_output import no_tensor
+from bitdial.train import distributed
+from bitdial.train.sharding import is_sharded, local
 
 SMALLEST_SHARE = 2.0**-10
 
@@ -36,6 +38,7 @@ class ScaleGuard:
                     if "quantizer.scale" in key and not any(parameter is s for s in self.scales):
                         self.names.append(f"{name}.{key}")
                         self.scales.append(parameter)
+        self.sharded = is_sharded(model)
         self.floors = [s.detach() * SMALLEST_SHARE for s in self.scales]
 
     @contextmanager
@@ -46,12 +49,13 @@ class ScaleGuard:
 
         Of the update of a scale that `shares` names, that share is taken.
         """
+        parts = [local(scale) for scale in scales]
         with torch.no_grad():
-            before = list(torch._foreach_mul(scales, 1.0)) if scales else []
+            before = list(torch._foreach_mul(parts, 1.0)) if parts else []
         yield
-        if scales:
+        if parts:
             with torch.no_grad():
-                self._bound(scales, before, shares or {})
+                self._bound(parts, before, shares or {})
         if not self.scales[0].is_cuda:
             self.check(step=step, bits=bits)
 
@@ -69,11 +73,14 @@ class ScaleGuard:
         if not self.scales:
             return
         with torch.no_grad():
-            now = torch.cat([s.reshape(-1) for s in self.scales])
-            floor = torch.cat([f.reshape(-1) for f in self.floors])
-            if bool(((now > floor) & (now < float("inf"))).all()):
-                return
-        for name, scale, floor in zip(self.names, self.scales, self.floors, strict=True):
+            scales, floors = [local(s) for s in self.scales], [local(f) for f in self.floors]
+            now, floor = (torch.cat([part.reshape(-1) for part in parts]) for parts in (scales, floors))
+            good = bool(((now > floor) & (now < float("inf"))).all())
+        if self.sharded and distributed.any_rank(not good) and good:
+            raise TrainingError(f"step {step}, {bits} bits: a scale collapsed; another process says which")
+        if good:
+            return
+        for name, scale, floor in zip(self.names, scales, floors, strict=True):
             if not bool(((scale > floor) & torch.isfinite(scale)).all()):
                 smallest, start = float(scale.detach().min()), float(floor.min()) / SMALLEST_SHARE
                 raise TrainingError(
@@ -94,11 +101,11 @@ def check_loss(loss: Tensor, model: nn.Module, inputs: Batch, *, step: int, bits
 
 def find_culprit(model: nn.Module, inputs: Batch) -> str:
     """Where values that are not finite come from: the input, a parameter, or the first layer that puts them out."""
-    if not all(_finite(leaf) for leaf in torch.utils._pytree.tree_leaves(inputs)):
-        return "the input batch holds NaN or infinity"
-    for name, parameter in model.named_parameters():
-        if not _finite(parameter):
-            return f"the parameter {name!r} holds NaN or infinity"
+    seen = _culprit_at_rest(model, inputs)
+    if is_sharded(model) and distributed.any_rank(seen is not None):  # or some would wait for others in the pass below
+        return seen or "another process says where it is"
+    if seen is not None:
+        return seen
     found: list[str] = []
 
     def hook_for(name: str) -> Any:
@@ -120,6 +127,16 @@ def find_culprit(model: nn.Module, inputs: Batch) -> str:
         if found
         else ("every layer's output is finite: check the loss, and what other processes say if there are any")
     )
+
+
+def _culprit_at_rest(model: nn.Module, inputs: Batch) -> str | None:
+    """The input or the parameter that holds such values, in this process."""
+    if not all(_finite(leaf) for leaf in torch.utils._pytree.tree_leaves(inputs)):
+        return "the input batch holds NaN or infinity"
+    for name, parameter in model.named_parameters():
+        if not _finite(local(parameter)):
+            return f"the parameter {name!r} holds NaN or infinity"
+    return None
 
 
 def _finite(value: object) -> bool:

@@ -15,15 +15,16 @@ def make_optimizer(
     """The optimizer named `kind` over `parameters`; on a GPU fused, and fit for a CUDA graph."""
     device = parameters[0].device
     settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    on_device = device.type == "cuda" and not hasattr(parameters[0], "to_local")  # sharded ones take plain numbers
     if device.type == "cuda":
-        settings |= {"lr": torch.tensor(lr, device=device), "fused": True}
+        settings |= {"lr": torch.tensor(lr, device=device) if on_device else lr, "fused": True}
     if kind == "sgd":
         sgd = torch.optim.SGD(parameters, momentum=0.9, **settings)
         for parameter in parameters:  # or the fused one fails when some of them step for the first time and others not
             sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
         return sgd
     adam = torch.optim.Adam if kind == "adam" else torch.optim.AdamW
-    return adam(parameters, capturable=device.type == "cuda", **settings)
+    return adam(parameters, capturable=on_device, **settings)
 
 
 def make_scale_optimizers(

@@ -3,6 +3,7 @@
 Torch's random states are of every rank, numpy's and Python's of rank 0.
 """
 
+import hashlib
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.train import distributed
+from bitdial.train.sharding import local, spread_like, whole
 
 
 def state_tensors(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], *, step: int) -> dict[str, Tensor]:
@@ -24,12 +26,12 @@ def state_tensors(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimiz
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             raise CheckpointError(f"the model's state {name!r} is not a tensor; bitdial does not write objects")
-        tensors[f"model.{name}"] = value
+        tensors[f"model.{name}"] = whole(value)
     for key, optimizer in optimizers.items():
         for i, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 if value is not None:
-                    tensors[f"optimizer.{key}.{i}.{name}"] = torch.as_tensor(value)
+                    tensors[f"optimizer.{key}.{i}.{name}"] = whole(torch.as_tensor(value))
     return tensors | _random_tensors()
 
 
@@ -73,10 +75,10 @@ def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def like(saved: Tensor, own: Tensor) -> Tensor:
-    """`saved` on the device of `own`, if it has its shape and type."""
+    """`saved` on the device of `own`, spread as that is, if it has its shape and type."""
     if saved.shape != own.shape or saved.dtype != own.dtype:
         raise ValueError(f"{saved.dtype} {tuple(saved.shape)} in place of {own.dtype} {tuple(own.shape)}")
-    return saved.to(own.device)
+    return spread_like(saved.to(own.device), own)
 
 
 def _check_finite(model: nn.Module, step: int) -> None:
@@ -87,9 +89,14 @@ def _check_finite(model: nn.Module, step: int) -> None:
         if isinstance(module, nn.modules.batchnorm._NormBase)
         for key, value in module.named_buffers()
     )
-    for name, value in (*model.named_parameters(), *statistics):
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise TrainingError(f"step {step}: {name!r} holds NaN or infinity; the last checkpoint is kept as it is")
+    everything = ((name, local(value)) for name, value in (*model.named_parameters(), *statistics))
+    spoilt = (name for name, value in everything if value.is_floating_point() and not bool(value.isfinite().all()))
+    found = next(spoilt, None)
+    if distributed.any_rank(found is not None):
+        raise TrainingError(
+            f"step {step}: {'a part of another process' if found is None else repr(found)} holds NaN or infinity; the "
+            "last checkpoint is kept as it is"
+        )
 
 
 def _model_state(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -98,7 +105,7 @@ def _model_state(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
         fits = name in saved and name in own and saved[name].shape == own[name].shape
         if not fits or saved[name].dtype != own[name].dtype:
             raise CheckpointError(f"it does not fit the model: {name!r} is missing or has another shape or type")
-    return saved
+    return {name: spread_like(value, own[name]) for name, value in saved.items()}
 
 
 def _optimizer_state(tensors: dict[str, Tensor], key: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -143,14 +150,22 @@ def python_random() -> list[Any]:
     return [version, list(internal), gauss]
 
 
+def _own_state(tensors: dict[str, Tensor], device: str) -> Tensor:
+    """The saved state of this process's generator; a state of its own if there were fewer processes then."""
+    first, mine = tensors[f"random.{device}.0"], distributed.rank()
+    if (saved := tensors.get(f"random.{device}.{mine}")) is not None:
+        return saved
+    digest = hashlib.sha256(first.numpy().tobytes() + mine.to_bytes(8)).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7])).get_state()
+
+
 class _RandomStates:
     """Saved random states, tried on generators of their own before they may replace the global ones."""
 
     def __init__(self, tensors: dict[str, Tensor], python_random: list[Any]):
-        mine = distributed.rank()
-        self.cpu = tensors[f"random.cpu.{mine}"]
+        self.cpu = _own_state(tensors, "cpu")
         torch.Generator().set_state(self.cpu)
-        self.cuda = tensors.get(f"random.cuda.{mine}") if torch.cuda.is_available() else None
+        self.cuda = _own_state(tensors, "cuda") if torch.cuda.is_available() and "random.cuda.0" in tensors else None
         if self.cuda is not None:
             torch.Generator("cuda").set_state(self.cuda)
         keys = tensors["random.numpy.keys"].numpy().astype(np.uint32)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bitdial.prepare.model_output import known_class_axis
 from bitdial.train.accumulate import Part
+from bitdial.train.sharding import norms
 
 
 @dataclass
@@ -38,6 +39,6 @@ class StepReport:
 def gradient_peaks(scales: list[Tensor | None], like: Tensor) -> Tensor:
     """The largest gradient of each scale by magnitude; 0 where there is none."""
     found = {i: s.grad.detach() for i, s in enumerate(scales) if s is not None and s.grad is not None}
-    largest = dict(zip(found, torch._foreach_norm(list(found.values()), float("inf")), strict=True)) if found else {}
+    largest = dict(zip(found, norms(list(found.values()), float("inf")), strict=True)) if found else {}
     zero = like.new_zeros((), dtype=torch.float32) if len(found) < len(scales) else None
     return torch.stack([largest[i].float() if i in largest else zero for i in range(len(scales))])  # type: ignore[misc]

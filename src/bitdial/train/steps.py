@@ -26,7 +26,7 @@ from bitdial.prepare.model_output import Output, selected
 from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 from bitdial.train import distributed
 from bitdial.train.accumulate import Part, split_batch
-from bitdial.train.alrs import OWN, layer_peaks, own_shares, scaled_rate
+from bitdial.train.alrs import OWN, moving_scales, rate_of_scales
 from bitdial.train.config import TrainConfig, choose_autocast
 from bitdial.train.distill import Distiller, class_axis_to_distill
 from bitdial.train.gpu.cuda_graph import StepGraphs
@@ -37,6 +37,7 @@ from bitdial.train.hasb import make_sampler, sigma_at
 from bitdial.train.optimizers import make_optimizer, make_scale_optimizers, split_parameters, step_at
 from bitdial.train.own_optimizer import OptimizerFactory, OwnOptimizer
 from bitdial.train.reduction import GradientReducer
+from bitdial.train.sharding import is_sharded
 from bitdial.train.step_report import StepReport, gradient_peaks
 
 log = logging.getLogger(__name__)
@@ -56,9 +57,10 @@ class JointStep:
     (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'.
 
     In a process group every process makes one and calls it at the same time: all get the model of rank 0, and gradients
-    and norm statistics are averaged. A model in DistributedDataParallel(find_unused_parameters=True) has its gradients
-    averaged by that, without fused kernels and CUDA graphs. Where steps are recorded, let go of the JointStep before
-    the process group is destroyed: its graphs hold the group's collectives.
+    and norm statistics are averaged. A model in DistributedDataParallel(find_unused_parameters=True), or one that
+    fully_shard (FSDP2) has spread over the processes, has its gradients averaged by that, without fused kernels and
+    CUDA graphs; the latter has no optimizer of your own and no sampled plans. Where steps are recorded, let go of the
+    JointStep before the process group is destroyed: its graphs hold the group's collectives.
     """
 
     def __init__(
@@ -95,10 +97,13 @@ class JointStep:
         self.distiller = Distiller(config, teacher=teacher, samples=samples, output=output)
         device = next(model.parameters()).device
         self.on_gpu = device.type == "cuda"
-        self.by_ddp = distributed.reduced_by_ddp(model)
-        if not self.by_ddp:
+        self.sharded = is_sharded(model)
+        if self.sharded:
+            _check_sharded(config, optimizer)
+        self.wrapped = self.sharded or distributed.reduced_by_ddp(model)  # and what is around it averages gradients
+        if not self.wrapped:
             distributed.share_state(model)
-        fused = self.on_gpu and config.fused and not (self.by_ddp and distributed.world_size() > 1)
+        fused = self.on_gpu and config.fused and not (self.wrapped and distributed.world_size() > 1)
         self.fast = FastModel(model, fused=fused)
         self.scales, self.weights = split_parameters(unwrap(model))
         if not self.weights:
@@ -111,9 +116,10 @@ class JointStep:
             else self.own.optimizer
         )
         self.scale_optimizers = make_scale_optimizers(config, self.scales, self.bit_choices)
-        self.records = config.cuda_graph and self.own is None  # its step may not be fit for a CUDA graph
+        # The step of an own optimizer may not be fit for a CUDA graph, and parts of a model come and go.
+        self.records = config.cuda_graph and self.own is None and not self.sharded
         self.slots = self._make_slots() if self.sampler is not None and fused and self.records else None
-        self.reducer = GradientReducer(self._learned()) if distributed.active() and not self.by_ddp else None
+        self.reducer = GradientReducer(self._learned()) if distributed.active() and not self.wrapped else None
         self.labels = LabelGuard(loss)
         self.graphs = StepGraphs()
         self.rate: float | Tensor = 0.0
@@ -159,12 +165,12 @@ class JointStep:
         On a GPU the step becomes a CUDA graph, the report's tensors stay there and hold until the next step, and what
         went wrong is noticed at `check`, which runs every 50 steps.
         """
-        if self.reducer is None and not self.by_ddp and distributed.world_size() > 1:
+        if self.reducer is None and not self.wrapped and distributed.world_size() > 1:
             raise TrainingError("the process group is younger than this step; join it first, then make the JointStep")
         self.labels.check(targets, epoch_begins=self.step % self.steps_per_epoch == 0)
         lr = self.learning_rate()
         self.rate = lr
-        if self.on_gpu:
+        if self.on_gpu and not self.sharded:
             self.rate = self.device_rate.fill_(lr)
         if self.slots is not None:
             self.slots.choose(self.plans().values())
@@ -300,36 +306,12 @@ class JointStep:
 
     def _scale_rate(self, bits: int) -> tuple[float | Tensor, dict[Tensor, Tensor] | None]:
         """The ALRS rate of the scales at `bits` and, where they have rates of their own, each one's share of it."""
-        rate, reading, shift = self.rate, self.config.alrs, self.bit_choices[0] - bits
-        if self.config.scale_lr is not None:
-            rate = rate * (self.config.scale_lr / self.config.lr)
-        moving = self._moving_scales()
-        if reading == "off" or not moving:
-            return rate, None
-        gradients = [[s.grad for s in scales if s.grad is not None] for scales in moving]
-        peak = rate * 0.0 if reading in OWN else layer_peaks(gradients).mean()
-        if isinstance(rate, Tensor):
-            rate = scaled_rate(rate, shift=shift, peak=torch.as_tensor(peak), reading=reading)
-        else:
-            rate = scaled_rate(rate, shift=shift, peak=float(peak), reading=reading)
-        if reading not in OWN:
-            return rate, None
-        shares = own_shares(gradients, reading)
-        pairs = zip([s for scales in moving for s in scales], [s for layer in shares for s in layer], strict=True)
-        return rate, dict(pairs)
-
-    def _moving_scales(self) -> list[list[Tensor]]:
-        """The scales that took part in the last pass, by layer; one that layers share goes with the first.
-
-        A site of its own counts as a layer.
-        """
-        found: list[list[Tensor]] = []
-        seen: set[Tensor] = set()
-        for pair in (*self._active_scales(), *((None, site.active_scale()) for site in self.sites)):
-            scales = [s for s in pair if s is not None and s.grad is not None and s not in seen]
-            seen.update(scales)
-            found += [scales] if scales else []
-        return found
+        rate, config = self.rate, self.config
+        if config.scale_lr is not None:
+            rate = rate * (config.scale_lr / config.lr)
+        sites = ((None, site.active_scale()) for site in self.sites)  # a site of its own counts as a layer
+        moving = moving_scales((*self._active_scales(), *sites))
+        return rate_of_scales(rate, moving, shift=self.bit_choices[0] - bits, reading=config.alrs)
 
     def _learned(self) -> list[nn.Parameter]:
         """All parameters that can have a gradient."""
@@ -348,3 +330,14 @@ class JointStep:
     def end_epoch(self) -> None:
         """Call after each epoch; progressive distillation turns its pages here."""
         self.distiller.end_epoch()
+
+
+def _check_sharded(config: TrainConfig, optimizer: OptimizerFactory | None) -> None:
+    """Raise ConfigError for what needs parameters whole in every process."""
+    for wrong, what in (
+        (optimizer is not None, "an optimizer of your own"),
+        (config.sampling != "none", f"sampling={config.sampling!r}"),
+        (config.alrs in OWN, f"alrs={config.alrs!r}"),
+    ):
+        if wrong:
+            raise ConfigError(f"{what} does not go with a model that is spread over processes (fully_shard)")
