@@ -19,6 +19,7 @@ class CalibrateConfig(Config):
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
+    round_jointly      choose the code of each weight by the outputs of its layer at all widths, not the nearest
     iterations         of reconstruction, in each block
     batch_size         samples in each of them
     weight_rate        learning rate of weights, in steps of the lowest width
@@ -37,6 +38,7 @@ class CalibrateConfig(Config):
     choose_scales: bool = True
     correct_norms: bool = True
     correct_biases: bool = True
+    round_jointly: bool = True
     iterations: int = 2000
     batch_size: int = 32
     weight_rate: float = 1e-2
@@ -50,7 +52,7 @@ class CalibrateConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice("effort", self.effort, EFFORTS)
-        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases"):
+        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases", "round_jointly"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("iterations", "batch_size"):
