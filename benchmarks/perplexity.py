@@ -1,12 +1,14 @@
-"""Perplexity of a language model from one file at each width, weights only, nothing trained.
+"""Perplexity of a language model from one file at each width, nothing trained.
 
     python benchmarks/perplexity.py --model DIR --text FILE      # a table, and results/perplexity-cpu.json
+    ... --activations dynamic                                    # weights and activations at the same width
     python benchmarks/perplexity.py --model DIR --text FILE --calibrate quick --calibration-rows 16 \\
         --bits 8 4 3 2 --results results/smollm2-135m.json       # and a row for each width
 
 DIR is a transformers folder in float32 with its tokenizer, FILE plain text (or .xz). The last characters of the text
 are cut into rows of `--length` tokens. The model goes through `prepare`, `save` and `load`; the live model, on float
-kernels, reads the rows at each width. `ratio` is its perplexity over that of the float model on the same rows.
+kernels, reads the rows at each width. Activations stay in float unless `--activations` says otherwise. `ratio` is its
+perplexity over that of the float model on the same rows.
 
 With --calibrate the prepared model is calibrated on rows from the beginning of the text, which is far from its end.
 """
@@ -103,6 +105,7 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
             "activations": config["activations"], "rotated": record["rotated"],
             "bit_choices": list(config["bit_choices"]),
             "bits": bits, "perplexity": found[str(bits)], "float_perplexity": found["float"],
+            "importance": calibrated["importance"] if calibrated else {},
             "tokens": calibrated["tokens"] if calibrated else 0, "seconds": record["seconds"],
             "seed": calibrated["seed"] if calibrated else None,
             "device": record["device"], "versions": record["versions"], "command": record["command"],
@@ -129,6 +132,17 @@ def _measured(record: dict[str, Any]) -> tuple[Any, ...]:
     return record["model"], record["config"], record.get("rotated", False), record.get("calibrated")
 
 
+def _calibration(options: argparse.Namespace, tokenizer: Any) -> Calibration:
+    """What `options` say, on the first rows of the text."""
+    importance = {int(bits): float(number) for bits, number in (each.split("=") for each in options.importance)}
+    settings = CalibrateConfig(
+        effort=options.calibrate, iterations=options.iterations, importance=importance, seed=options.seed
+    )
+    count = options.calibration_rows * options.length
+    front = token_rows(read_text(options.text)[: 8 * count], tokenizer, length=options.length)
+    return Calibration(settings, front[: options.calibration_rows], options.calibration_batch)
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -138,6 +152,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="double_rounding")
     parser.add_argument("--group-size", type=int, default=32, help="0 for a scale per row")
     parser.add_argument("--group-scales", default="integer")
+    parser.add_argument("--activations", default="float", help="as QuantConfig has it: float, dynamic, auto")
     parser.add_argument("--start", default="max")
     parser.add_argument(
         "--embedding-bits", type=int, help="embedding and head at this width; else a tied pair is float"
@@ -146,6 +161,7 @@ def main() -> None:
     parser.add_argument("--calibrate", choices=("quick", "full"), help="calibrate on the beginning of the text")
     parser.add_argument("--calibration-rows", type=int, default=16)
     parser.add_argument("--calibration-batch", type=int, default=4, help="rows that go through the model at a time")
+    parser.add_argument("--importance", nargs="+", default=[], metavar="BITS=NUMBER", help="of widths, such as 8=0.5")
     parser.add_argument("--iterations", type=int, default=CalibrateConfig.iterations, help="of --calibrate full")
     parser.add_argument("--seed", type=int, default=0, help="of --calibrate full")
     parser.add_argument("--rows", type=int, default=24)
@@ -160,27 +176,23 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     rows = token_rows(read_text(options.text), tokenizer, length=options.length, rows=options.rows)
     config = QuantConfig(
-        bit_choices=tuple(options.bits), scheme=options.scheme, activations="float", keep_first_last=False,
+        bit_choices=tuple(options.bits), scheme=options.scheme, activations=options.activations, keep_first_last=False,
         group_size=options.group_size or None, group_scales=options.group_scales, start=options.start,
         rules=embedding_rules(options.embedding_bits),
     )  # fmt: skip
-    calibration = None
-    if options.calibrate:
-        settings = CalibrateConfig(effort=options.calibrate, iterations=options.iterations, seed=options.seed)
-        count = options.calibration_rows * options.length
-        front = token_rows(read_text(options.text)[: 8 * count], tokenizer, length=options.length)
-        calibration = Calibration(settings, front[: options.calibration_rows], options.calibration_batch)
+    calibration = _calibration(options, tokenizer) if options.calibrate else None
     record = {
         "command": command("perplexity").replace(str(options.model), "DIR").replace(str(options.text), "FILE"),
         "model": options.model.name, "text": options.text.name, "rows": list(rows.shape),
         "config": config.to_dict(), "rotated": options.rotate,
-        "calibrated": None if calibration is None else {**settings.to_dict(), "tokens": calibration.rows.numel()},
+        "calibrated": calibration and {**calibration.config.to_dict(), "tokens": calibration.rows.numel()},
         **measure(model, rows, config, options.device, rotated=options.rotate, calibration=calibration),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__},
     }  # fmt: skip
     records = json.loads(options.out.read_text()) if options.out.exists() else []
+    record = json.loads(json.dumps(record))  # as it is read again
     records = [r for r in records if _measured(r) != _measured(record)]
     options.out.write_text(json.dumps([*records, record], indent=1) + "\n")
     if options.results:

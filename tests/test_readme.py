@@ -169,6 +169,13 @@ def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
     assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
 
 
+def test_the_page_on_evaluating_language_models_runs(in_tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    scores = run("docs/evaluating-language-models.md")["scores"]
+    assert scores[8]["perplexity"] == pytest.approx(scores["float"]["perplexity"], rel=1e-2)
+    assert scores[2]["perplexity"] != pytest.approx(scores[8]["perplexity"], rel=1e-4)
+
+
 def test_the_quickstart_says_what_a_pair_and_a_plan_look_like() -> None:
     assert len(re.findall(r"# BitPlan\(", page("docs/quickstart.md"))) >= 2  # or the test above compares nothing
 

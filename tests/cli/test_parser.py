@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 
 from bitdial import recipes
-from bitdial.cli import calibrate, calibrate_options, export, image_options, mixed_options, parser, train_options
+from bitdial.cli import (
+    calibrate,
+    calibrate_options,
+    export,
+    image_options,
+    language_options,
+    mixed_options,
+    parser,
+    train_options,
+)
 from bitdial.cli.parser import build_parser
 from bitdial.export.onnx import OPSETS
 from bitdial.functional import SCHEMES, TIE_RULES
 from bitdial.images.settings import INTERPOLATIONS, ORDERS
+from bitdial.language.tasks import TASKS
 from bitdial.live.kernel_choice import KERNELS
 from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
@@ -24,7 +34,19 @@ from bitdial.recipes.llm_options import LlmOptions
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
 
-COMMANDS = ["demo", "train", "calibrate", "eval", "inspect", "switch", "export", "sensitivity", "search", "pareto"]
+COMMANDS = [
+    "demo",
+    "train",
+    "calibrate",
+    "eval",
+    "eval-llm",
+    "inspect",
+    "switch",
+    "export",
+    "sensitivity",
+    "search",
+    "pareto",
+]
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
@@ -39,6 +61,7 @@ def test_choices_are_those_of_the_library() -> None:
     assert tuple(export.TYPES) == parser.INPUT_TYPES
     assert tuple(calibrate.FIRST_LAST) == calibrate_options.FIRST_LAST
     assert image_options.ORDERS == ORDERS
+    assert tuple(TASKS) == language_options.TASKS
     assert image_options.INTERPOLATIONS == INTERPOLATIONS
     assert mixed_options.OBJECTIVES == OBJECTIVES
     assert tuple(mixed_options.BUDGETS) == QUANTITIES

@@ -83,10 +83,7 @@ def save(
     }
     _check_values(tensors)
     widened = shorten(model, layers, tensors)
-    for name, plan in (plans or {}).items():
-        if not isinstance(plan, BitPlan):
-            raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
-        resolve_plan(model, plan)
+    _check_plans(model, plans or {})
     if sensitivity is not None:
         if not isinstance(sensitivity, Sensitivity):
             raise ArtifactError(f"sensitivity is a {type(sensitivity).__name__}; give what hessian_trace returns")
@@ -107,19 +104,25 @@ def save(
         "metrics": dict(metrics or {}),
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
-    if decomposed := decomposed_modules(model):
-        manifest["decomposed"] = decomposed
-    if (rotation := rotation_entry(model)) is not None:
-        manifest["rotation"] = rotation
-    if widened:
-        manifest["widened"] = widened
-    if site_table:
-        manifest["sites"] = site_table
-    if (graph := graph_entry(model, (*layers, *norms))) is not None:
-        manifest["graph"] = graph
-    if isinstance(report := getattr(model, REPORT, None), ModelReport):
-        manifest["report"] = report.to_dict()
+    report = getattr(model, REPORT, None)
+    optional = {
+        "decomposed": decomposed_modules(model),
+        "rotation": rotation_entry(model),
+        "widened": widened,
+        "sites": site_table,
+        "graph": graph_entry(model, (*layers, *norms)),
+        "report": report.to_dict() if isinstance(report, ModelReport) else None,
+    }
+    manifest |= {key: entry for key, entry in optional.items() if entry}
     return _write(path, tensors, manifest, model)
+
+
+def _check_plans(model: nn.Module, plans: Mapping[str, BitPlan]) -> None:
+    """Raise PlanError for what is not a plan of `model`."""
+    for name, plan in plans.items():
+        if not isinstance(plan, BitPlan):
+            raise PlanError(f"plan {name!r} is {plan!r}; give a BitPlan, such as BitPlan(default=4)")
+        resolve_plan(model, plan)
 
 
 def _write(path: str | os.PathLike[str], tensors: dict[str, Tensor], manifest: dict[str, Any], model: nn.Module) -> str:
@@ -263,7 +266,9 @@ def _layer_parts(
     if layer.bias is not None:
         parts["bias"] = layer.bias
     act = layer.act_quantizer
-    if act is not None:
+    if act is not None and act.kind == bf.DYNAMIC:
+        parts["act_clip_ratio"] = torch.cat([bf.usable_clip_ratio(act.scales[str(b)]) for b in layer.bit_choices])
+    elif act is not None:
         parts["act_scale"] = torch.cat([act.scales[str(b)] for b in layer.bit_choices])
         if act.kind == "asymmetric":
             whole = [bf.integer_zero_point(act.zero_points[str(b)], b) for b in layer.bit_choices]

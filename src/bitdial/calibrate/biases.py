@@ -12,16 +12,25 @@ from bitdial.graph.patterns import only_user
 from bitdial.nn import QuantLayer
 
 
+def followed_by_norm(model: nn.Module, block: Block) -> list[str]:
+    """The layers of `block` whose output goes to one of its norms and nowhere else."""
+    readers = {node: only_user(node) for node in block.nodes if node.op == "call_module"}
+    return [
+        str(node.target)
+        for node, reader in readers.items()
+        if reader is not None and reader.op == "call_module" and reader.target in block.norms
+        if isinstance(model.get_submodule(str(node.target)), QuantLayer)
+    ]
+
+
 def bare_layers(model: nn.Module, block: Block) -> list[str]:
     """The layers of `block` with a bias and without a norm behind them."""
-    found = []
+    followed, found = followed_by_norm(model, block), []
     for node in block.nodes:
         layer = model.get_submodule(str(node.target)) if node.op == "call_module" else None
-        reader = only_user(node)
-        followed = reader is not None and reader.op == "call_module" and reader.target in block.norms
-        if isinstance(layer, QuantLayer) and layer.kind.multiplies and layer.bias is not None and not followed:
+        if isinstance(layer, QuantLayer) and layer.kind.multiplies and layer.bias is not None:
             found.append(str(node.target))
-    return found
+    return [name for name in found if name not in followed]
 
 
 @contextmanager

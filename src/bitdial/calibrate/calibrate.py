@@ -21,9 +21,10 @@ from bitdial.calibrate.progress import Progress, show_progress
 from bitdial.calibrate.reconstruct import Reconstruction
 from bitdial.calibrate.reference import float_copy
 from bitdial.calibrate.report import BlockReport, CalibrationReport
+from bitdial.calibrate.round_block import BlockRounding
 from bitdial.calibrate.scales import choose_scales
 from bitdial.calibrate.steps import caches_off
-from bitdial.calibrate.values import Values
+from bitdial.calibrate.values import AtNorm, Values
 from bitdial.calibrate.walk import Walk
 from bitdial.dial.dial import get_bits, set_bits, unwrap
 from bitdial.dial.plan import BitPlan
@@ -32,6 +33,7 @@ from bitdial.nn import QuantLayer, SwitchableBatchNorm
 from bitdial.prepare.model_call import Batch, evaluating
 
 log = logging.getLogger(__name__)
+ROUNDING_SAMPLES = 128
 
 
 def calibrate(
@@ -76,7 +78,7 @@ def correct_norms(model: nn.Module, inputs: list[Batch], settings: list[BitPlan]
     if not layers:
         raise ConfigError("norms are corrected against float weights, and the model has none: give a prepared model")
     inputs, _ = checked(inputs)
-    config = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False)
+    config = CalibrateConfig(equalize=False, choose_scales=False, correct_biases=False, round_jointly=False)
     before = get_bits(model)
     try:
         with evaluating(model), caches_off(model):
@@ -117,7 +119,11 @@ class _Calibration:
         if config.choose_scales:
             choose_scales(self.layers, self.reference, self.inputs, config)
             steps.append("scales chosen")
-        names = {"correct_norms": "norms corrected", "correct_biases": "biases corrected"}
+        names = {
+            "round_jointly": "codes chosen for all widths",
+            "correct_norms": "norms corrected",
+            "correct_biases": "biases corrected",
+        }
         steps += [text for name, text in names.items() if getattr(config, name)]
         steps += [f"blocks reconstructed, {config.iterations} iterations each"] if config.effort == "full" else []
         for warning in self.warnings:
@@ -157,6 +163,8 @@ class _Calibration:
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
             self.values[bits].enter(self.model, block)
+        if self.config.round_jointly:
+            self._round(number, block)
         plain: dict[str, Reference] = {}
         after = self.float_values.copy()
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
@@ -179,6 +187,20 @@ class _Calibration:
         self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Reference]
     ) -> dict[int, float]:
         """Let `values` go on over `block`; errors by width. Norms are corrected to the moments that `plain` has."""
+        at_norm, errors = self._corrector(plain), {}
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            values[bits].advance(self.model, block, at_norm)
+            errors[bits] = values[bits].distance(after, block)
+            if not math.isfinite(errors[bits]):
+                raise QuantizationError(
+                    f"block {block.name!r}: its output at {bits} bits holds NaN or infinity; check the batches and the "
+                    "weights of its layers"
+                )
+        return errors
+
+    def _corrector(self, plain: dict[str, Reference]) -> AtNorm:
+        """What corrects the norms that a pass comes to, by the moments that `plain` has of them in float."""
         corrected: set[nn.Module] = set()  # one set may serve several widths: the highest decides
 
         def at_norm(name: str, inputs: list[Tensor]) -> None:
@@ -190,17 +212,17 @@ class _Calibration:
                 found = moments(inputs, name, weights)
                 correct_norm(norm.active, self.reference.get_submodule(name), found, wanted)
 
-        errors = {}
-        for bits, plan in self.settings.items():
-            set_bits(self.model, plan)
-            values[bits].advance(self.model, block, at_norm)
-            errors[bits] = values[bits].distance(after, block)
-            if not math.isfinite(errors[bits]):
-                raise QuantizationError(
-                    f"block {block.name!r}: its output at {bits} bits holds NaN or infinity; check the batches and the "
-                    "weights of its layers"
-                )
-        return errors
+        return at_norm
+
+    def _round(self, number: int, block: Block) -> None:
+        """Choose the codes of the layers of `block`, on some of the samples."""
+        count = self.walk.batches_of(ROUNDING_SAMPLES)
+        plain = self.float_values.first(count)
+        quantized = {bits: values.first(count) for bits, values in self.values.items()}
+        found: dict[str, Reference] = {}
+        plain.copy().advance(self.reference, block, lambda name, x: found.update({name: reference_of(x, name)}))
+        rounding = BlockRounding(self.model, self.reference, block, self.settings, self.config, seed=number)
+        rounding.run(plain, quantized, _leave, lambda: self._corrector(found))
 
     def _correct_biases(self, block: Block, plain: dict[str, Tensor]) -> None:
         means: dict[int, dict[str, Tensor]] = {}

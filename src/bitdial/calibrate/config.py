@@ -19,6 +19,7 @@ class CalibrateConfig(Config):
     choose_scales      choose weight and activation scales anew: weights by the product of the errors over the widths
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
+    round_jointly      choose the code of each weight by the outputs of its layer at all widths, not the nearest
     iterations         of reconstruction, in each block
     batch_size         samples in each of them
     weight_rate        learning rate of weights, in steps of the lowest width
@@ -27,7 +28,8 @@ class CalibrateConfig(Config):
     reach              how far a weight may move, in steps of the lowest width
     drop               the share of a block's inputs, and of the activations in it, that stays in float as it learns
     tolerance          the relative error of a block's output below which a width counts as good
-    importance         of each width to reconstruction, such as {8: 2.0}; a width that is not named has 1
+    importance         of each width to scales, codes and reconstruction, such as {8: 2.0}; a width that is not named
+                       has 1, and the highest has no less than that where scales are chosen
     seed               of the samples drawn and of what is dropped
     """
 
@@ -37,6 +39,7 @@ class CalibrateConfig(Config):
     choose_scales: bool = True
     correct_norms: bool = True
     correct_biases: bool = True
+    round_jointly: bool = True
     iterations: int = 2000
     batch_size: int = 32
     weight_rate: float = 1e-2
@@ -50,7 +53,7 @@ class CalibrateConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice("effort", self.effort, EFFORTS)
-        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases"):
+        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases", "round_jointly"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("iterations", "batch_size"):

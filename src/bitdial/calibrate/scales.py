@@ -4,8 +4,9 @@ The error of a weight matters by how large its input is. So in Linear layers it 
 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
-the one of least error in the layer's output is taken, each output channel measured by its own variance. A pixel of
-unusual energy counts as any other (see `positions`): scales need not reach as far as its values.
+the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
+of dynamic activations are chosen alike. A pixel of unusual energy counts as any other (see `positions`): scales need not
+reach as far as its values.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +37,10 @@ def choose_scales(
 ) -> None:
     """Set the scales of `layers`, in place, by their weights and by what `reference`, the float model, feeds them."""
     squares = input_squares(reference, [n for n, layer in layers.items() if layer.kind is LINEAR], inputs)
-    quantized = [name for name, layer in layers.items() if layer.act_quantizer is not None]
-    seen = observe_inputs(reference, {n: reference.get_submodule(n) for n in quantized}, inputs) if quantized else {}
+    kinds = {name: layer.act_quantizer.kind for name, layer in layers.items() if layer.act_quantizer is not None}
+    modules = {name: reference.get_submodule(name) for name in kinds}
+    dynamic = {name for name, kind in kinds.items() if kind == bf.DYNAMIC}
+    seen = observe_inputs(reference, modules, inputs, tokens=dynamic) if kinds else {}
     for name, layer in layers.items():
         quantizer = layer.weight_quantizer
         settings = QuantConfig(
@@ -46,7 +49,7 @@ def choose_scales(
             ties=quantizer.ties,
             group_scales=quantizer.group_scales,
             start="balanced",
-            importance={b: v for b, v in config.importance.items() if b in layer.bit_choices and v > 0},
+            importance=_importance(layer, config),
         )
         rows, shape, fixed = layer.weight_rows(), quantizer.scale_shape, layer.fixed_bits
         counts = squares.get(name)
@@ -59,6 +62,13 @@ def choose_scales(
             made = act_quantizer_of(name, seen[name], layer.act_quantizer.kind, settings)
             layer.act_quantizer.load_state_dict(made.state_dict())
     _refine(layers, reference, inputs)
+
+
+def _importance(layer: QuantLayer, config: CalibrateConfig) -> dict[int, float]:
+    """That of `config`, but the highest width has at least 1: others would clip it, which no code makes up for."""
+    found = {bits: config.importance_of(bits) for bits in layer.bit_choices if bits in config.importance}
+    found = {bits: max(value, float(bits == layer.bit_choices[0])) for bits, value in found.items()}
+    return {bits: value for bits, value in found.items() if value > 0}
 
 
 def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -> dict[str, Tensor]:
@@ -108,7 +118,7 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
                     scale, zero_point = quantizer.scales[str(bits)] * factor, quantizer.zero_point_of(bits)
                     x = bf.fake_quantize_activation(args[0], scale, zero_point, bits=bits, kind=quantizer.kind)
                     found = layer.kind.product(module, x, module.weight, module.bias)
-                    tried.append((found.sub_(out).square_().mul_(weights)).mean())
+                    tried.append((found - out).square_().mul_(weights).mean())
                 errors[name, bits] = errors.get((name, bits), 0) + torch.stack(tried)
 
         return record
@@ -127,7 +137,9 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
     for (name, bits), found in errors.items():
         quantizer = layers[name].act_quantizer
         assert quantizer is not None
-        quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        scale = quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        if quantizer.kind == bf.DYNAMIC:
+            scale.copy_(bf.usable_clip_ratio(scale))
 
 
 def _some(inputs: list[Batch]) -> Iterator[Batch]:

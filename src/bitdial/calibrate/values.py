@@ -18,6 +18,10 @@ Environment = dict[fx.Node, Any]  # the values of one batch, by the node that ma
 AtNorm = Callable[[str, list[Tensor]], None]
 
 
+class ReachedError(BaseException):
+    """Raised by a hook: ends the pass of a batch. No model catches it."""
+
+
 def run(root: nn.Module, nodes: Iterable[fx.Node], known: Environment) -> Environment:
     """Run `nodes` on the modules of `root`; `known`, with what they compute."""
 
@@ -57,6 +61,10 @@ class Values:
         """The same values, to go on with apart from these."""
         return Values(self.batches)
 
+    def first(self, count: int) -> "Values":
+        """The values of the first `count` batches, where a block begins."""
+        return Values(self.batches[:count])
+
     def enter(self, root: nn.Module, block: Block) -> None:
         """Have the values that `block` reads; they are here already."""
 
@@ -65,25 +73,31 @@ class Values:
         """Replace what `block` reads by what it gives, in place.
 
         Before one of the block's norms runs, all batches have come to it: `at_norm` is called with its name and its
-        inputs, and may change it.
+        inputs, and may change it. A ReachedError in a batch ends it for all of them.
         """
         self._joined.clear()
         self.weights = None
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
-                self._run(root, block, done, place)
+                if not self._run(root, block, done, place):
+                    return
                 at_norm(str(node.target), [batch[_first(node)] for batch in self.batches])
                 done = place
         self._run(root, block, done, len(block.nodes))
 
-    def _run(self, root: nn.Module, block: Block, start: int, end: int) -> None:
-        """Run some of the nodes of `block` batch by batch, and keep what later ones read."""
-        later, given = set(block.nodes[end:]), set(block.gives)
+    def _run(self, root: nn.Module, block: Block, start: int, end: int) -> bool:
+        """Run some of the nodes of `block` batch by batch, and keep what later ones read. False: it was stopped."""
+        later, given, whole = set(block.nodes[end:]), set(block.gives), True
         for batch in self.batches:
-            run(root, block.nodes[start:end], batch)
+            try:
+                run(root, block.nodes[start:end], batch)
+            except ReachedError:
+                whole = False
+                continue
             for node in [n for n in batch if n not in given and later.isdisjoint(n.users)]:
                 del batch[node]
+        return whole
 
     def weigh(self, block: Block, image_dims: int) -> None:
         """Weigh the pixels of what `block` gave, for distances from it, if it is images of `image_dims` dimensions."""
@@ -185,10 +199,6 @@ class SteppedValues(Values):
             batch.update(zip(block.reads, found, strict=True))
 
 
-class _ReachedError(BaseException):
-    """Ends a pass; no model catches it."""
-
-
 def _arguments_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) -> list[Any]:
     """What `module` gets when `root` runs on `inputs`, the first time it is called; of a layer or norm, its input."""
     found: list[Any] = []
@@ -197,13 +207,13 @@ def _arguments_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         every = (*args, *kwargs.values())
         found.extend(every[:1] if single and args else (kwargs["input"],) if single else every)
-        raise _ReachedError
+        raise ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:
         with torch.no_grad():
             call(root, inputs)
-    except _ReachedError:
+    except ReachedError:
         return found
     finally:
         handle.remove()

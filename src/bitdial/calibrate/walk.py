@@ -5,6 +5,7 @@ A model that cannot be traced goes by its rows of like modules, such as decoder 
 
 import inspect
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class Walk:
             if reason:
                 text = f"{problem}, and {reason}; it is calibrated layer by layer, which takes longer and finds less"
                 self.warnings.append(text)
+
+    def batches_of(self, samples: int) -> int:
+        """How many of the first batches have `samples` samples together, or all of them."""
+        counts = list(accumulate(_count(batch) for batch in self.inputs))
+        return next((number for number, total in enumerate(counts, start=1) if total >= samples), len(counts))
 
     def start(self) -> Values:
         """The values before the first block."""

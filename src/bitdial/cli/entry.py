@@ -15,7 +15,7 @@ from bitdial.errors import BitdialError, ConfigError
 
 RESUMED = ("train", "calibrate")  # commands that go on from what was saved
 # Commands whose inputs are so much of their usage that what is wrong with them is 2.
-ANSWERED_AS_USAGE = ("calibrate", f"train {LLM}")
+ANSWERED_AS_USAGE = ("calibrate", "eval-llm", f"train {LLM}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,13 +57,14 @@ def _in_one_line(problem: BaseException) -> str:
 
 def _action(name: str) -> Callable[[argparse.Namespace], None]:
     """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
-    from bitdial.cli import calibrate, demo, evaluate, export, inspection, mixed, train
+    from bitdial.cli import calibrate, demo, evaluate, export, inspection, language, mixed, train
 
     return {
         "demo": demo.run,
         "train": train.run,
         "calibrate": calibrate.run,
         "eval": evaluate.run_eval,
+        "eval-llm": language.run,
         "inspect": inspection.run,
         "switch": evaluate.run_switch,
         "export": export.run,

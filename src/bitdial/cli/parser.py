@@ -7,6 +7,7 @@ from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
 from bitdial.cli.calibrate_options import calibrate_options
 from bitdial.cli.image_options import eval_options
+from bitdial.cli.language_options import eval_llm_options
 from bitdial.cli.llm_options import LLM, llm_parser
 from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
 from bitdial.cli.train_options import train_options
@@ -35,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "eval", help="accuracy of an artifact at each width, or agreement where there are no labels"
         )
+    )
+    eval_llm_options(
+        commands.add_parser("eval-llm", help="perplexity and zero-shot accuracy of a language model at each width")
     )
     _inspect_options(commands.add_parser("inspect", help="what an artifact holds, checked against its digest"))
     _switch_options(commands.add_parser("switch", help="switch an artifact while it is live; time it, evaluate there"))

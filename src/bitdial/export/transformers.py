@@ -162,6 +162,23 @@ def load_pretrained(
     return live
 
 
+def load_beside(
+    path: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    kernels: str | None = None,
+) -> nn.Module:
+    """A live model from the artifact at `path`, of the architecture that the transformers `folder` describes.
+
+    Only the folder's `config.json` is read. The other arguments are those of `load`.
+    """
+    artifact, config = read_artifact(path), Path(folder) / CONFIG
+    model = _build(config, _json_object(config), artifact)
+    return load_into(model, artifact, device=device, dtype=dtype, kernels=kernels)
+
+
 def _transformers() -> Any:
     try:
         import transformers

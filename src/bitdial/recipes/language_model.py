@@ -1,8 +1,7 @@
 """A float language model and its tokenizer from a transformers folder, and the texts that go with them."""
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitdial.errors import ConfigError, MissingDependencyError
+from bitdial.errors import ConfigError
+from bitdial.language.folder import load_float, load_tokenizer
+from bitdial.nn.own_dtypes import widen
 from bitdial.recipes.teacher_text import teacher_text
 from bitdial.train import distributed
 from bitdial.train.text import map_tokens, text_digest, tokenize_text, tokenizer_digest
@@ -21,7 +22,10 @@ SHARE_HELD_OUT = 10  # at most one in so many tokens
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model of transformers in float32, in eval mode, with its tokenizer."""
+    """A causal language model of transformers in eval mode, with its tokenizer.
+
+    It is in float32; what was in 16 bits is stored so by files, if training leaves it as it is.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -30,27 +34,11 @@ class LanguageModel:
     @classmethod
     def read(cls, folder: Path) -> "LanguageModel":
         """From a transformers folder; nothing is downloaded, and no code of the folder is run."""
-        try:
-            import transformers
-        except ImportError as problem:
-            raise MissingDependencyError.missing("hf", "transformers") from problem
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as problem:  # whatever transformers makes of a folder
-            raise ConfigError(
-                f"{folder} has no tokenizer that transformers can read ({_first_line(problem)}); "
-                "tokenizer.save_pretrained(folder) writes one"
-            ) from problem
-        try:
-            with _without_bars(transformers.utils.logging):
-                auto = transformers.AutoModelForCausalLM
-                model = auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except Exception as problem:
-            raise ConfigError(
-                f"{folder} has no causal language model that transformers can read ({_first_line(problem)})"
-            ) from problem
+        tokenizer = load_tokenizer(folder)
+        model: Any = load_float(folder, dtype=None)
+        widen(model)
         model.config.use_cache = False
-        found = cls(model.eval(), tokenizer, folder.resolve().name)
+        found = cls(model, tokenizer, folder.resolve().name)
         found._check_vocabulary(folder)
         return found
 
@@ -62,8 +50,6 @@ class LanguageModel:
 
     def _check_vocabulary(self, folder: Path) -> None:
         words: dict[str, int] = self.tokenizer.get_vocab()
-        if not words:
-            raise ConfigError(f"the tokenizer of {folder} has no vocabulary; is its file missing?")
         word = max(words, key=words.__getitem__)
         if words[word] >= self.vocabulary:
             raise ConfigError(
@@ -134,19 +120,3 @@ class Texts:
             teacher_text(language.model, path, rows=rows, length=length, seed=seed, first=first)
         distributed.barrier()
         return Texts((*self.streams, map_tokens(path)), self.held_out, self.digest)
-
-
-@contextmanager
-def _without_bars(messages: Any) -> Iterator[None]:
-    """Keep transformers from showing a bar of its own."""
-    shown = messages.is_progress_bar_enabled()
-    messages.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            messages.enable_progress_bar()
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0].strip().rstrip(".:")

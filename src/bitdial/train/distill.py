@@ -95,6 +95,7 @@ class Distiller:
 
     def begin(self, *parts: Batch) -> None:
         """Prepare the targets of a new batch, given as a whole or in parts."""
+        self._targets = []  # those of the batch before go first: of a language model they are large
         self._targets = [None if self.teacher is None else self._taught(inputs) for inputs in parts]
 
     def _taught(self, inputs: Batch) -> Tensor:

@@ -13,6 +13,7 @@ from bitdial.errors import CheckpointError, TrainingError
 from bitdial.files.container import read_container, write_container
 from bitdial.train import ArrayData, StepReport
 from bitdial.train.checkpoint import differences
+from bitdial.train.data import Sample
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
@@ -53,71 +54,104 @@ def train_float(
         "batch_size": data.batch_size,
         "autocast": autocast,
     }
-    device = next(model.parameters()).device
     if checkpoint is not None and checkpoint.exists():
-        tensors, manifest, _ = read_container(checkpoint, error=CheckpointError)
-        if manifest != {"kind": "float", "settings": settings}:
-            raise CheckpointError(f"{checkpoint} was trained with other settings; remove it or use another folder")
-        model.load_state_dict(tensors)
-        model.eval()
-        _unfinished(checkpoint).unlink(missing_ok=True)  # of a run that another one overtook
+        _take_finished(checkpoint, model, settings)
         return
-    stepper = make_optimizer(optimizer, list(model.parameters()), lr=lr, weight_decay=weight_decay)
-    graphs, number, total = StepGraphs(), 0, epochs * len(data)
-    if checkpoint is not None and _unfinished(checkpoint).exists():
-        number = _resume(_unfinished(checkpoint), model, stepper, settings, total)
-    last = torch.zeros((), device=device)
-    fast = FastModel(model, fused=device.type == "cuda")
-
-    def step(inputs: Tensor, targets: Tensor) -> Tensor:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast is not None):
-            loss = F.cross_entropy(fast(inputs), targets)
-        fast.backward(loss)
-        stepper.step()
-        return loss.detach()
-
-    def save() -> Path | None:
-        """Write what there is, and say where."""
-        if checkpoint is None:
-            return None
-        if number == total:
-            finished = {"kind": "float", "settings": settings}
-            write_container(checkpoint, model.state_dict(), finished, error=CheckpointError)
-            _unfinished(checkpoint).unlink(missing_ok=True)
-            return checkpoint
-        tensors = state_tensors(model, {"weights": stepper}, step=number)
-        state = {"kind": UNFINISHED, "settings": settings, "step": number, "python_random": python_random()}
-        write_container(_unfinished(checkpoint), tensors, state, error=CheckpointError)
-        return _unfinished(checkpoint)
-
+    run = _FloatRun(model, data, settings, checkpoint)
+    run.resume()
     model.train()
     due = time.monotonic() + SAVE_EVERY
-    with make_progress(progress, epochs, total) as view, until_stopped() as stop:
-        for epoch in range(number // len(data), epochs):
-            for batch in data.batches(epoch, start=number % len(data)):
-                rate = lr * 0.5 * (1 + math.cos(math.pi * number / total))
-                for group in stepper.param_groups:
-                    group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-                inputs, targets = batch.inputs, batch.targets
-                assert isinstance(inputs, Tensor)
-                last.copy_(
-                    cast(Tensor, graphs.run(step, inputs, targets)) if device.type == "cuda" else step(inputs, targets)
-                )
-                number += 1
-                view.step(epoch, number, StepReport(loss={FLOAT_BITS: last}))
+    with make_progress(progress, epochs, run.total) as view, until_stopped() as stop:
+        for epoch in range(run.number // len(data), epochs):
+            for batch in data.batches(epoch, start=run.number % len(data)):
+                loss = run.step(batch)
+                view.step(epoch, run.number, StepReport(loss={FLOAT_BITS: loss}))
                 if stop.is_set():
                     break
-            if not bool(torch.isfinite(last)):
-                raise TrainingError(f"float training, step {number}: the loss is not finite; lower the learning rate")
+            run.check_loss()
             if stop.is_set():
-                raise stop.problem(number, save())
-            if number == total or time.monotonic() >= due:
-                save()
+                raise stop.problem(run.number, run.save())
+            if run.number == run.total or time.monotonic() >= due:
+                run.save()
                 due = time.monotonic() + SAVE_EVERY
-            view.epoch({"epoch": epoch, "loss": {str(FLOAT_BITS): float(last)}})
+            view.epoch({"epoch": epoch, "loss": {str(FLOAT_BITS): float(run.loss)}})
     model.eval()
+
+
+class _FloatRun:
+    """A float training: its state, one step of it, and how it is kept. `number` steps of `total` are taken."""
+
+    def __init__(self, model: nn.Module, data: ArrayData, settings: dict[str, Any], checkpoint: Path | None):
+        self.model, self.settings, self.checkpoint = model, settings, checkpoint
+        self.device = next(model.parameters()).device
+        rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
+        self.optimizer = make_optimizer(settings["optimizer"], list(model.parameters()), **rates)
+        self.fast = FastModel(model, fused=self.device.type == "cuda")
+        self.graphs = StepGraphs()
+        self.number, self.total = 0, settings["epochs"] * len(data)
+        self.loss = torch.zeros((), device=self.device)  # of the last step
+
+    def resume(self) -> None:
+        """Go on from what an earlier run left, if it left something."""
+        if self.checkpoint is not None and (path := _unfinished(self.checkpoint)).exists():
+            self.number = _resume(path, self.model, self.optimizer, self.settings, self.total)
+
+    def step(self, batch: Sample) -> Tensor:
+        """Train on one batch; returns the loss, in a tensor that the next step overwrites."""
+        rate = self.settings["lr"] * 0.5 * (1 + math.cos(math.pi * self.number / self.total))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        inputs, targets = batch.inputs, batch.targets
+        assert isinstance(inputs, Tensor)
+        on_gpu = self.device.type == "cuda"
+        loss = self.graphs.run(self._update, inputs, targets) if on_gpu else self._update(inputs, targets)
+        self.loss.copy_(cast(Tensor, loss))
+        self.number += 1
+        return self.loss
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["autocast"] is not None):
+            loss = F.cross_entropy(self.fast(inputs), targets)
+        self.fast.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
+
+    def check_loss(self) -> None:
+        """Raise TrainingError unless the last loss is finite."""
+        if not bool(torch.isfinite(self.loss)):
+            raise TrainingError(f"float training, step {self.number}: the loss is not finite; lower the learning rate")
+
+    def save(self) -> Path | None:
+        """Write what there is, and say where."""
+        if self.checkpoint is None:
+            return None
+        unfinished = _unfinished(self.checkpoint)
+        if self.number == self.total:
+            finished = {"kind": "float", "settings": self.settings}
+            write_container(self.checkpoint, self.model.state_dict(), finished, error=CheckpointError)
+            unfinished.unlink(missing_ok=True)
+            return self.checkpoint
+        tensors = state_tensors(self.model, {"weights": self.optimizer}, step=self.number)
+        state = {
+            "kind": UNFINISHED,
+            "settings": self.settings,
+            "step": self.number,
+            "python_random": python_random(),
+        }
+        write_container(unfinished, tensors, state, error=CheckpointError)
+        return unfinished
+
+
+def _take_finished(checkpoint: Path, model: nn.Module, settings: dict[str, Any]) -> None:
+    """Give `model` the trained weights at `checkpoint`, in place, and leave it in eval mode."""
+    tensors, manifest, _ = read_container(checkpoint, error=CheckpointError)
+    if manifest != {"kind": "float", "settings": settings}:
+        raise CheckpointError(f"{checkpoint} was trained with other settings; remove it or use another folder")
+    model.load_state_dict(tensors)
+    model.eval()
+    _unfinished(checkpoint).unlink(missing_ok=True)  # of a run that another one overtook
 
 
 def _unfinished(checkpoint: Path) -> Path:
