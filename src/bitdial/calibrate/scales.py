@@ -5,8 +5,8 @@ The error of a weight matters by how large its input is. So in Linear layers it 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
 the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
-of dynamic activations are chosen alike. A pixel of unusual energy counts as any other (see `positions`): scales need not
-reach as far as its values.
+of dynamic activations are chosen alike. A pixel of unusual energy counts as any other (see `positions`): scales need
+not reach as far as its values.
 """
 
 from collections.abc import Iterator, Mapping
