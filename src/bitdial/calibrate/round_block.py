@@ -11,7 +11,7 @@ from bitdial import functional as bf
 from bitdial.calibrate.biases import followed_by_norm
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
-from bitdial.calibrate.input_rows import ROWS, input_rows
+from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
 from bitdial.calibrate.rounding import Setting, Target, round_jointly
 from bitdial.calibrate.values import AtNorm, ReachedError, Values
 from bitdial.dial.dial import resolve_plan, set_bits
@@ -114,7 +114,8 @@ class BlockRounding:
 
         def rows(given: Sequence[Tensor]) -> Tensor:
             found = input_rows(layer.kind, layer, given, seed=self.seed)
-            return found - found.mean(dim=1, keepdim=True) if centred else found
+            found = found - found.mean(dim=1, keepdim=True) if centred else found
+            return held_back(found) if layer.kind.image_dims else found
 
         made = list[Setting]()
         for width, plan in self.settings.items():
