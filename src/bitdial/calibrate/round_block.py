@@ -124,10 +124,8 @@ class BlockRounding:
                 own = rows([layer.quantized_input(x) for x in inputs[width]])
                 second, target = product_of(own, own), None
                 if not centred and own.shape[1] >= ROWS_FOR_TARGET * own.shape[2]:
-                    plain = rows(inputs[PLAIN])
-                    if (centred, PLAIN) not in known:
-                        known[centred, PLAIN] = product_of(plain, plain), None
-                    target = Target(second, product_of(plain, own), known[centred, PLAIN][0])
+                    moved = rows(inputs[PLAIN]) - own
+                    target = Target(second, product_of(moved, own), product_of(moved, moved))
                 known[centred, width] = second, target
             second, target = known[centred, width]
             table = _values(layer, self.bits[width][name][0])

@@ -49,7 +49,7 @@ def choose_scales(
             ties=quantizer.ties,
             group_scales=quantizer.group_scales,
             start="balanced",
-            importance={b: v for b, v in config.importance.items() if b in layer.bit_choices and v > 0},
+            importance=_importance(layer, config),
         )
         rows, shape, fixed = layer.weight_rows(), quantizer.scale_shape, layer.fixed_bits
         counts = squares.get(name)
@@ -62,6 +62,13 @@ def choose_scales(
             made = act_quantizer_of(name, seen[name], layer.act_quantizer.kind, settings)
             layer.act_quantizer.load_state_dict(made.state_dict())
     _refine(layers, reference, inputs)
+
+
+def _importance(layer: QuantLayer, config: CalibrateConfig) -> dict[int, float]:
+    """That of `config`, but the highest width has at least 1: others would clip it, which no code makes up for."""
+    found = {bits: config.importance_of(bits) for bits in layer.bit_choices if bits in config.importance}
+    found = {bits: max(value, float(bits == layer.bit_choices[0])) for bits, value in found.items()}
+    return {bits: value for bits, value in found.items() if value > 0}
 
 
 def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -> dict[str, Tensor]:
