@@ -1,12 +1,14 @@
-"""Perplexity of a language model from one file at each width, weights only, nothing trained.
+"""Perplexity of a language model from one file at each width, nothing trained.
 
     python benchmarks/perplexity.py --model DIR --text FILE      # a table, and results/perplexity-cpu.json
+    ... --activations dynamic                                    # weights and activations at the same width
     python benchmarks/perplexity.py --model DIR --text FILE --calibrate quick --calibration-rows 16 \\
         --bits 8 4 3 2 --results results/smollm2-135m.json       # and a row for each width
 
 DIR is a transformers folder in float32 with its tokenizer, FILE plain text (or .xz). The last characters of the text
 are cut into rows of `--length` tokens. The model goes through `prepare`, `save` and `load`; the live model, on float
-kernels, reads the rows at each width. `ratio` is its perplexity over that of the float model on the same rows.
+kernels, reads the rows at each width. Activations stay in float unless `--activations` says otherwise. `ratio` is its
+perplexity over that of the float model on the same rows.
 
 With --calibrate the prepared model is calibrated on rows from the beginning of the text, which is far from its end.
 """
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="double_rounding")
     parser.add_argument("--group-size", type=int, default=32, help="0 for a scale per row")
     parser.add_argument("--group-scales", default="integer")
+    parser.add_argument("--activations", default="float", help="as QuantConfig has it: float, dynamic, auto")
     parser.add_argument("--start", default="max")
     parser.add_argument(
         "--embedding-bits", type=int, help="embedding and head at this width; else a tied pair is float"
@@ -173,7 +176,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     rows = token_rows(read_text(options.text), tokenizer, length=options.length, rows=options.rows)
     config = QuantConfig(
-        bit_choices=tuple(options.bits), scheme=options.scheme, activations="float", keep_first_last=False,
+        bit_choices=tuple(options.bits), scheme=options.scheme, activations=options.activations, keep_first_last=False,
         group_size=options.group_size or None, group_scales=options.group_scales, start=options.start,
         rules=embedding_rules(options.embedding_bits),
     )  # fmt: skip

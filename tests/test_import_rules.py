@@ -312,7 +312,8 @@ FREE = {"integration", "golden", "benchmarks", "long"}  # folders of tests that 
 # Tests of what several modules do together; think before adding one.
 NO_MODULE = {
     "test_import_rules.py", "test_public_api.py", "test_readme.py", "test_interpreter.py",
-    "artifact/test_groups.py", "export/test_torch_export.py", "prepare/test_kinds.py", "live/test_groups.py",
+    "artifact/test_dynamic.py", "artifact/test_groups.py", "export/test_torch_export.py",
+    "prepare/test_kinds.py", "live/test_groups.py",
     "kernels/triton/inference/test_compiles.py", "kernels/triton/packed/test_compiles.py",
     "kernels/triton/training/test_compiles.py",
     "live/engines/integer/test_pooled_codes.py", "live/engines/packed/test_on_kernels.py",

@@ -62,6 +62,7 @@ PUBLIC = [
     "pareto_front",
     "perplexity",
     "prepare",
+    "quantized_cache",
     "read_artifact",
     "read_questions",
     "recalibrate_norms",

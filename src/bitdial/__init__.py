@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.images import ImageBatches, ImageSettings
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
+    from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
     from bitdial.live.views import view_at_bits
@@ -114,6 +115,7 @@ __all__ = [
     "pareto_front",
     "perplexity",
     "prepare",
+    "quantized_cache",
     "read_artifact",
     "read_questions",
     "recalibrate_norms",
@@ -147,6 +149,7 @@ _load_when_asked(
         "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.kv_cache": "quantized_cache",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",

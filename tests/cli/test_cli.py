@@ -73,6 +73,16 @@ def test_inspect_says_where_float_weights_are_kept(tmp_path, capsys) -> None:
     assert "cannot be narrowed from integers" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_inspect_shows_clip_ratios(tmp_path, capsys) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    config = bitdial.QuantConfig(bit_choices=(8, 4), activations="dynamic", start="max")
+    bitdial.save(bitdial.prepare(net, config, torch.randn(4, 8)), tmp_path / "m.safetensors")
+    assert main(["inspect", str(tmp_path / "m.safetensors")]) == 0
+    text = capsys.readouterr().out
+    assert "dynamic, clip 1 / 0.9" in text.replace("\n", " ")
+    assert "a scale for each token in 1 layers" in text
+
+
 def test_eval_equals_the_library(file, capsys, tmp_path) -> None:
     x, y = torch.rand(40, 1, 8, 8), torch.randint(0, 10, (40,))
     np.savez(tmp_path / "data.npz", x=x.numpy(), y=y.numpy())

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from campaign import counted, end, images, network, options, random_plan, record
 
-from bitdial import BitdialError, BitPlan, QuantConfig, get_bits, load, read_artifact, save, set_bits
+from bitdial import BitdialError, BitPlan, QuantConfig, Rule, get_bits, load, read_artifact, save, set_bits
 
 SECONDS = 30
 SHARES_A_PROCESS = 20
@@ -72,6 +72,7 @@ def settings() -> list[dict[str, Any]]:
         {"scheme": "lsq", "bit_choices": (4, 2)},
         {"scheme": "dorefa", "activations": "float", "bit_choices": (8, 2)},
         {"ties": "up", "bit_choices": (3, 2), "keep_first_last": False},
+        {"rules": (Rule(type="Linear", quantize=True, activations="dynamic"),)},
     ]
     if "group_size" in {field.name for field in dataclasses.fields(QuantConfig)}:
         found += [{"group_size": 4}, {"group_size": 4, "scheme": "nested", "bit_choices": (4, 2)}]

@@ -167,7 +167,7 @@ def test_bad_rules_are_named(case: str) -> None:
         build()
 
 
-@pytest.mark.parametrize("activations", ["auto", "float", "unsigned", "signed", "asymmetric"])
+@pytest.mark.parametrize("activations", ["auto", "float", "unsigned", "signed", "asymmetric", "dynamic"])
 def test_every_kind_of_activation_is_accepted(activations: str) -> None:
     assert QuantConfig(activations=activations).activations == activations
     assert Rule(pattern="a", activations=activations).activations == activations

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial import QuantConfig, prepare
+from bitdial import QuantConfig, Rule, describe, prepare
 from bitdial import functional as bf
+from bitdial.errors import ConfigError
+from bitdial.prepare import activation_ranges
 from bitdial.prepare.config import STARTS
-from bitdial.prepare.initial_scales import activation_start, weight_scales
+from bitdial.prepare.initial_scales import activation_start, clip_ratios, weight_scales
+from bitdial.prepare.report import ModelReport
 
 LEARNED = ("double_rounding", "nested", "nested+8", "centred", "truncate")
 BITS = (8, 6, 4, 2)
@@ -200,3 +203,86 @@ def test_a_layer_with_a_width_of_its_own_starts_for_that_width_alone() -> None:
         alone = QuantConfig(bit_choices=(8,), start=start)
         eight = weight_scales(weight, (4,), name="x", config=config, fixed_bits=8)[8]
         assert torch.equal(eight, weight_scales(weight, (4,), name="x", config=alone)[8])
+
+
+# --- clip ratios of dynamic activations -----------------------------------------------------------
+
+
+def test_clip_ratios_have_the_least_squared_error_or_the_usual_value() -> None:
+    tokens = randn(200, 32, seed=4)
+    tokens[:, 3] *= 5
+    for start in STARTS:
+        found = clip_ratios(tokens, bit_choices=BITS, start=start)
+        if start not in ("mse", "balanced"):
+            assert [float(found[b]) for b in BITS] == [1.0, 1.0, pytest.approx(0.9), pytest.approx(0.9)], start
+            continue
+
+        def error(ratio: float, bits: int) -> float:
+            out = bf.fake_quantize_activation(tokens, torch.tensor([ratio]), bits=bits, kind="dynamic")
+            return float((out - tokens).square().sum())
+
+        for bits in BITS:
+            best = min(error(i / 100, bits) for i in range(10, 101))
+            assert 0.1 <= float(found[bits]) <= 1.0
+            assert error(float(found[bits]), bits) <= 1.005 * best, (start, bits)
+        assert float(found[2]) < float(found[8])
+    zero = clip_ratios(torch.zeros(4, 8), bit_choices=(8, 2), start="mse")
+    assert [float(ratio) for ratio in zero.values()] == [1.0, pytest.approx(0.9)]
+
+
+class Tokens(nn.Module):
+    """A convolution over images, then Linear layers over its pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 1)
+        self.conv = nn.Conv2d(4, 8, 1)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.mix(torch.relu(self.conv(self.stem(x))).flatten(2).transpose(1, 2))))
+
+
+def test_ratios_come_from_whole_tokens_of_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer with more tokens than are kept, some are left out, and of a third batch all; what is kept is whole."""
+    monkeypatch.setattr(activation_ranges, "MOST_SAMPLES", 40)
+    batches = [randn(3, 7, 8, seed=seed) for seed in (1, 2)]
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    monkeypatch.setattr(activation_ranges, "MOST_TOKEN_VALUES", 60)
+    layers = dict(model.named_children())
+    seen = activation_ranges.observe_inputs(model, layers, [*batches, randn(3, 7, 8)], tokens={"0"})
+    kept = torch.cat(seen["0"].tokens)
+    assert kept.shape == (2 * 5, 8)  # every fifth of 21
+    rows = torch.cat([batch.flatten(0, 1)[::5] for batch in batches])
+    assert torch.equal(kept, rows)
+    assert not seen["0"].samples
+    assert seen["1"].samples
+    assert not seen["1"].tokens
+
+
+def test_convolutions_have_no_tokens() -> None:
+    x = randn(2, 2, 3, 3)
+    with pytest.raises(ConfigError, match=r"layer 'conv': it is a Conv2d.*Rule\(type='Conv2d', activations='auto'\)"):
+        prepare(Tokens(), QuantConfig(activations="dynamic"), x)
+    rule = Rule(type="Conv2d", activations="auto")
+    model: Any = prepare(Tokens(), QuantConfig(activations="dynamic", keep_first_last=False, rules=(rule,)), x)
+    kinds = {n: m.act_quantizer.kind for n, m in model.named_children()}
+    assert kinds == {"stem": "signed", "conv": "signed", "mix": "dynamic", "head": "dynamic"}
+    report = describe(model)
+    assert report.dynamic_layers == ("mix", "head")
+    assert "activations    a scale for each token in 2 layers" in str(report)
+    assert ModelReport.from_dict(report.to_dict()) == report
+    plain = describe(prepare(Tokens(), QuantConfig(), x))
+    assert "dynamic_layers" not in plain.to_dict()
+    assert "each token" not in str(plain)
+    assert ModelReport.from_dict(plain.to_dict()) == plain
+
+
+def test_embeddings_stay_without_activations() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 4))
+    rules = (Rule(type="Embedding", quantize=True),)
+    config = QuantConfig(activations="dynamic", keep_first_last=False, rules=rules)
+    made: Any = prepare(model, config, torch.arange(6)[None])
+    assert made[0].act_quantizer is None
+    assert made[1].act_quantizer.kind == "dynamic"

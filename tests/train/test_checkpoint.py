@@ -24,6 +24,7 @@ from bitdial.errors import CheckpointError, TrainingError
 from bitdial.files import container
 from bitdial.files.container import read_container, write_container
 from bitdial.files.lock import sole_writer
+from bitdial.prepare.config import Rule
 from bitdial.train import ArrayData, History, JointStep, TrainConfig, load_checkpoint, save_checkpoint, train
 from bitdial.train.data import Sample
 
@@ -537,6 +538,7 @@ def test_other_settings_are_named(
         ({"activations": "asymmetric"}, "conv|hidden"),
         ({"activations": "float"}, "conv|hidden"),
         ({"activations": "signed"}, "conv|hidden"),
+        ({"rules": (Rule(pattern="hidden", activations="dynamic"),)}, "hidden"),
         ({"scheme": "lsq"}, "conv|hidden"),
         ({"scheme": "nested"}, "conv|hidden|scheme"),
         ({"ties": "up"}, "conv|hidden|ties"),

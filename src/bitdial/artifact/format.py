@@ -102,6 +102,11 @@ class Artifact:
         """The multipliers (rows, groups), uint8, from 1 to 15; None without groups, or if their scales are floats."""
         return self.part(owner, "group_scale")
 
+    def act_scale(self, name: str) -> Tensor | None:
+        """The activation scales (widths,) of a layer or site, or its clip ratios if it is dynamic; None: in float."""
+        scale = self.part(name, "act_scale")
+        return self.part(name, "act_clip_ratio") if scale is None else scale
+
     def codes(self, owner: str) -> Tensor:
         """Codes of the highest width, int8, in the weight's shape; only for schemes that narrow."""
         assert bf.scheme_of(self.scheme).narrows

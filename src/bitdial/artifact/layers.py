@@ -11,7 +11,8 @@ from bitdial.artifact.format import LARGEST_CODE
 from bitdial.artifact.tensors import ExpectedTensors, Fields, are_sizes, check_fields
 from bitdial.errors import ArtifactError, BitdialError
 from bitdial.functional.bitstream import unpack_bytes
-from bitdial.nn import KINDS, UNKNOWN
+from bitdial.nn import KINDS, UNKNOWN, LayerKind
+from bitdial.nn.layer_kinds import LINEAR
 
 _LAYER: Fields = {
     "type": str,
@@ -66,7 +67,7 @@ def check_layer(tensors: ExpectedTensors, name: str, entry: Any) -> None:
         bias = f"{name}/bias"
         widened = bias in tensors.artifact.manifest.get("widened", ())
         tensors.take(bias, tensors.artifact.tensors[bias].dtype if widened else torch.float32, shape[:1])
-    _activations(tensors, name, entry["activations"])
+    _activations(tensors, name, entry["activations"], kind)
 
 
 def _groups(tensors: ExpectedTensors, name: str, entry: dict[str, Any]) -> None:
@@ -133,15 +134,27 @@ def _group_scales(tensors: ExpectedTensors, name: str, shape: tuple[int, int]) -
         raise ArtifactError(f"the scale {name + '/weight_scale'!r} is so large that values overflow")
 
 
-def _activations(tensors: ExpectedTensors, name: str, kind: str) -> None:
+def _activations(tensors: ExpectedTensors, name: str, kind: str, layer_kind: LayerKind) -> None:
     if kind == "float":
         return
     if kind not in bf.ACTIVATION_KINDS:
         raise ArtifactError(f"layer {name!r}: activations {kind!r} are not known")
     widths = tensors.artifact.bit_choices
+    if kind == bf.DYNAMIC:
+        if layer_kind != LINEAR:
+            raise ArtifactError(f"layer {name!r}: the input of a {layer_kind.name} has no tokens to be dynamic by")
+        _clip_ratios(f"{name}/act_clip_ratio", tensors.take(f"{name}/act_clip_ratio", torch.float32, (len(widths),)))
+        return
     tensors.take_scale(f"{name}/act_scale", (len(widths),))
     if kind == "asymmetric":
         zero_points = tensors.take(f"{name}/act_zero_point", torch.uint8, (len(widths),))
         for bits, value in zip(widths, zero_points.tolist(), strict=True):
             if value >= 1 << bits:
                 raise ArtifactError(f"layer {name!r}: zero-point {value} does not fit {bits} bits")
+
+
+def _clip_ratios(name: str, ratios: Tensor) -> None:
+    """Raise unless all clip ratios of the tensor called `name` are in their range."""
+    least, most = bf.LEAST_CLIP_RATIO, bf.MOST_CLIP_RATIO
+    if not bool(((ratios >= least) & (ratios <= most)).all()):
+        raise ArtifactError(f"{name!r} has ratios that are not from {least} to {most:g}")

@@ -159,8 +159,10 @@ def _renew(manifest: dict[str, Any]) -> None:
     for name, entry in manifest["layers"].items():
         if not isinstance(entry, dict):
             continue  # refused later
-        if {"group_size", "fixed_bits"} & set(entry) or entry.get("type") not in OLD_KINDS:
+        newer = {"group_size", "fixed_bits"} & set(entry) or entry.get("activations") == bf.DYNAMIC
+        if newer or entry.get("type") not in OLD_KINDS:
             raise ArtifactError(
-                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size' or 'fixed_bits'"
+                f"layer {name!r}: version 1 has {' and '.join(OLD_KINDS)}, and no 'group_size', 'fixed_bits' or "
+                "dynamic activations"
             )
         entry["group_size"] = None

@@ -266,7 +266,9 @@ def _layer_parts(
     if layer.bias is not None:
         parts["bias"] = layer.bias
     act = layer.act_quantizer
-    if act is not None:
+    if act is not None and act.kind == bf.DYNAMIC:
+        parts["act_clip_ratio"] = torch.cat([bf.usable_clip_ratio(act.scales[str(b)]) for b in layer.bit_choices])
+    elif act is not None:
         parts["act_scale"] = torch.cat([act.scales[str(b)] for b in layer.bit_choices])
         if act.kind == "asymmetric":
             whole = [bf.integer_zero_point(act.zero_points[str(b)], b) for b in layer.bit_choices]

@@ -4,7 +4,8 @@ The error of a weight matters by how large its input is. So in Linear layers it 
 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
-the one of least error in the layer's output is taken, each output channel measured by its own variance.
+the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
+of dynamic activations are chosen alike.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,8 +35,10 @@ def choose_scales(
 ) -> None:
     """Set the scales of `layers`, in place, by their weights and by what `reference`, the float model, feeds them."""
     squares = input_squares(reference, [n for n, layer in layers.items() if layer.kind is LINEAR], inputs)
-    quantized = [name for name, layer in layers.items() if layer.act_quantizer is not None]
-    seen = observe_inputs(reference, {n: reference.get_submodule(n) for n in quantized}, inputs) if quantized else {}
+    kinds = {name: layer.act_quantizer.kind for name, layer in layers.items() if layer.act_quantizer is not None}
+    modules = {name: reference.get_submodule(name) for name in kinds}
+    dynamic = {name for name, kind in kinds.items() if kind == bf.DYNAMIC}
+    seen = observe_inputs(reference, modules, inputs, tokens=dynamic) if kinds else {}
     for name, layer in layers.items():
         quantizer = layer.weight_quantizer
         settings = QuantConfig(
@@ -123,7 +126,9 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
     for (name, bits), found in errors.items():
         quantizer = layers[name].act_quantizer
         assert quantizer is not None
-        quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        scale = quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        if quantizer.kind == bf.DYNAMIC:
+            scale.copy_(bf.usable_clip_ratio(scale))
 
 
 def _some(inputs: list[Batch]) -> Iterator[Batch]:

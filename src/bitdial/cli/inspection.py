@@ -75,7 +75,13 @@ def _show_widths(artifact: Artifact, size: dict[str, Any]) -> None:
 
 def _show_layers(artifact: Artifact) -> None:
     rows = [
-        [name, entry["type"], "x".join(map(str, entry["shape"])), entry["activations"], entry.get("tied_to", "")]
+        [
+            name,
+            entry["type"],
+            "x".join(map(str, entry["shape"])),
+            _activations(artifact, name),
+            entry.get("tied_to", ""),
+        ]
         for name, entry in artifact.layers.items()
     ]
     heads = ["layer", "type", "weight", "activations", "tied to"]
@@ -83,6 +89,12 @@ def _show_layers(artifact: Artifact) -> None:
         heads.append("fixed bits")
         rows = [[*row, str(artifact.fixed_bits.get(row[0], ""))] for row in rows]
     show_table("Layers", heads, rows)
+
+
+def _activations(artifact: Artifact, name: str) -> str:
+    """The kind of a layer's activations; where tokens have scales, with the clip ratio of each width."""
+    kind, ratios = str(artifact.layers[name]["activations"]), artifact.part(name, "act_clip_ratio")
+    return kind if ratios is None else f"{kind}, clip {' / '.join(f'{ratio:.3g}' for ratio in ratios.tolist())}"
 
 
 def _describe_run(stored: object) -> str:

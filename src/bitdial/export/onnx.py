@@ -151,7 +151,7 @@ def _name_parts(model: Any) -> None:
     """Change `model` in place: input codes are named after their layer, and what torch noted on nodes goes."""
     seen: dict[str, int] = {}
     for node in model.graph:
-        if node.metadata_props.get(PART) == INPUT and node.op_type == "QuantizeLinear":
+        if node.metadata_props.get(PART) == INPUT and (node.op_type == "QuantizeLinear" or _gives_token_codes(node)):
             layer = node.metadata_props[LAYER]
             call_number = seen[layer] = seen.get(layer, 0) + 1
             node.outputs[0].name = f"{layer}.input_codes" + (f"_{call_number}" if call_number > 1 else "")
@@ -159,6 +159,12 @@ def _name_parts(model: Any) -> None:
             del node.metadata_props[key]  # among them stack traces, with paths of this machine
         for value in node.outputs:
             value.metadata_props.clear()
+
+
+def _gives_token_codes(node: Any) -> bool:
+    """Whether `node` is what makes the codes of tokens that have scales: the Clip behind their Round."""
+    source = node.inputs[0].producer() if node.op_type == "Clip" else None
+    return source is not None and source.op_type == "Round" and source.metadata_props.get(PART) == INPUT
 
 
 def _write(model: Any, path: Path, facts: dict[str, str]) -> int:

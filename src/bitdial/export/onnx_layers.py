@@ -7,7 +7,12 @@
 The input's codes lie in uint8 or int8. Widths below 8 bits have a Clip to the values of their outermost codes in front:
 what is clipped divides to within half a step of the outermost code, and nothing else moves, so the codes are ours. The
 Add is for the schemes whose values lie beside their codes (`nested`, `centred`, `dorefa`). Scales for groups of inputs
-are those of a blocked DequantizeLinear. The bias is a node of its own: inside the operator, onnxruntime by default
+are those of a blocked DequantizeLinear. Where each token has a scale, the graph computes it, as
+`bitdial.functional.tokens` says:
+
+    x -> Abs -> ReduceMax -> Mul -> Max -> scale;   x, scale -> Div -> Round -> Clip -> codes;   codes, scale -> Mul
+
+The codes are whole numbers in float32 there. The bias is a node of its own: inside the operator, onnxruntime by default
 rounds it to multiples of the product of both scales, which at 2 bits is far too coarse.
 """
 
@@ -61,7 +66,7 @@ class OnnxNodes(nn.Module):
     opset: int
     weight_bits: int
     act_bits: int
-    quantizes_input = False
+    quantizes_input = is_dynamic = False
 
     def attach_input(self, scale: Tensor, zero_point: Tensor | None, *, bits: int, signed: bool) -> None:
         """Quantise the input by these from now on."""
@@ -73,6 +78,16 @@ class OnnxNodes(nn.Module):
         least, most = bf.code_range(bits, signed=signed)
         self.register_buffer("act_least", (least - zero) * scale)
         self.register_buffer("act_most", (most - zero) * scale)
+
+    def attach_tokens(self, clip_ratio: Tensor, *, bits: int) -> None:
+        """Quantise each token of the input by a scale of its own from now on."""
+        self.quantizes_input, self.is_dynamic, self.act_bits = True, True, bits
+        factor = bf.token_factor(clip_ratio, bits).reshape(())
+        self.register_buffer("token_factor", factor)
+        self.register_buffer("least_scale", torch.full_like(factor, bf.LEAST_TOKEN_SCALE))
+        least, most = bf.code_range(bits)
+        self.register_buffer("act_least", torch.full_like(factor, least))
+        self.register_buffer("act_most", torch.full_like(factor, most))
 
     def _operator(self, name: str, inputs: tuple[Any, ...], like: Tensor, part: str, **attributes: Any) -> Tensor:
         """The ONNX operator `name`, whose result has the shape of `like` and is float, or codes if it quantises."""
@@ -94,10 +109,25 @@ class OnnxNodes(nn.Module):
         """`x` by way of its codes, where the layer quantises its input."""
         if not self.quantizes_input:
             return x
+        if self.is_dynamic:
+            return self._tokens(x)
         if self.act_bits < 8:
             x = self._operator("Clip", (x, self.act_least, self.act_most), x, INPUT)
         codes = self._operator("QuantizeLinear", (x, self.act_scale, self.act_zero_point), x, INPUT)
         return self._operator("DequantizeLinear", (codes, self.act_scale, self.act_zero_point), x, INPUT)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """`x` by way of its codes, where each token has a scale of its own."""
+        one = x[..., :1]  # of the shape of the scale
+        magnitude = self._operator("Abs", (x,), x, INPUT)
+        axis = torch.tensor([-1])
+        largest = self._operator("ReduceMax", (magnitude, axis), one, INPUT, keepdims=1)
+        scale = self._operator("Mul", (largest, self.token_factor), one, INPUT)
+        scale = self._operator("Max", (scale, self.least_scale), one, INPUT)
+        codes = self._operator("Div", (x, scale), x, INPUT)
+        codes = self._operator("Round", (codes,), x, INPUT)
+        codes = self._operator("Clip", (codes, self.act_least, self.act_most), x, INPUT)
+        return self._operator("Mul", (codes, scale), x, INPUT)
 
 
 class OnnxLayer(OnnxNodes):
@@ -124,6 +154,9 @@ class OnnxLayer(OnnxNodes):
         keep_attributes(self, layer)
         if layer.quantizes_input:
             scale, zero_point = codes.act_parameters(layer.act_bits)
+            if codes.is_dynamic:
+                self.attach_tokens(scale, bits=layer.act_bits)
+                return
             self.attach_input(scale, zero_point, bits=layer.act_bits, signed=codes.act_kind == "signed")
 
     def forward(self, input: Tensor) -> Tensor:

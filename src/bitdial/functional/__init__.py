@@ -52,7 +52,9 @@ from bitdial.functional.granularity import (
 )
 from bitdial.functional.schemes import (
     ACTIVATION_KINDS,
+    DYNAMIC,
     SCHEMES,
+    SIGNED_KINDS,
     TIE_RULES,
     Scheme,
     apply,
@@ -62,6 +64,14 @@ from bitdial.functional.schemes import (
     lsq_gradient_scale,
     narrow,
     scheme_of,
+)
+from bitdial.functional.tokens import (
+    LEAST_CLIP_RATIO,
+    LEAST_TOKEN_SCALE,
+    MOST_CLIP_RATIO,
+    token_factor,
+    token_scale,
+    usable_clip_ratio,
 )
 from bitdial.functional.weights import (
     check_fake_quantize,
@@ -76,9 +86,14 @@ from bitdial.functional.weights import (
 __all__ = [
     "activation_codes",
     "ACTIVATION_KINDS",
+    "DYNAMIC",
     "GROUP_SCALES",
+    "LEAST_CLIP_RATIO",
+    "LEAST_TOKEN_SCALE",
+    "MOST_CLIP_RATIO",
     "MOST_MULTIPLIER",
     "SCHEMES",
+    "SIGNED_KINDS",
     "TIE_RULES",
     "Granularity",
     "Scheme",
@@ -105,9 +120,12 @@ __all__ = [
     "scheme_of",
     "split_scale",
     "spread",
+    "token_factor",
+    "token_scale",
     "two_level",
     "two_level_above",
     "unclipped_range",
+    "usable_clip_ratio",
     "values_by_scale",
     "weight_of_codes",
 ]

@@ -7,7 +7,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial.errors import ConfigError
-from bitdial.functional.schemes import ACTIVATION_KINDS, apply, check_whole, check_widths, code_range
+from bitdial.functional.schemes import (
+    ACTIVATION_KINDS,
+    DYNAMIC,
+    SIGNED_KINDS,
+    apply,
+    check_whole,
+    check_widths,
+    code_range,
+)
+from bitdial.functional.tokens import LEAST_TOKEN_SCALE, token_factor, token_scale, usable_clip_ratio
 
 
 def integer_zero_point(zero_point: Tensor, bits: int) -> Tensor:
@@ -75,6 +84,43 @@ class _FakeQuantizeActivation(torch.autograd.Function):
         return grad_x, grad_scale, grad_zero, None, None, None
 
 
+class _FakeQuantizeTokens(torch.autograd.Function):
+    """A scale for each token: its largest magnitude m times the clip ratio r over the largest code.
+
+    With v = x / scale and [n, p] the code range:
+        d out / d x = 1 where n < v < p, else 0. What is clipped stands for a share of m, so its gradient goes to the
+                      element whose magnitude m is; among several of them it is divided
+        d out / d r = (out - x) / r where n < v < p, else out / r: LSQ's gradient, for scale is r times a constant
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clip_ratio: Tensor, bits: int, gradient_scale: float) -> Tensor:
+        scale = token_scale(x, token_factor(clip_ratio, bits))
+        values = activation_codes(x, scale, None, code_range(bits)).mul_(scale)
+        ctx.save_for_backward(x, clip_ratio, values)
+        ctx.bits, ctx.gradient_scale = bits, gradient_scale
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, clip_ratio, values = ctx.saved_tensors
+        position = x / token_scale(x, token_factor(clip_ratio, ctx.bits))
+        inside = torch.ops.aten.hardtanh_backward(grad, position, *code_range(ctx.bits))
+        grad_ratio = None
+        if ctx.needs_input_grad[1]:
+            total = (grad * values).addcmul_(inside, x, value=-1).sum()  # the difference before the sum, as above
+            ratio = usable_clip_ratio(clip_ratio)
+            grad_ratio = (total / ratio.reshape(())).mul_(ctx.gradient_scale).reshape(clip_ratio.shape)
+        magnitude = x.abs()
+        largest = magnitude.amax(dim=-1, keepdim=True)
+        through_largest = ((grad - inside) * values).sum(dim=-1, keepdim=True) / largest.clamp_min(LEAST_TOKEN_SCALE)
+        at_largest = (magnitude == largest).to(x.dtype)
+        share = through_largest / at_largest.sum(dim=-1, keepdim=True)
+        return inside + at_largest.mul_(x.sign()).mul_(share), grad_ratio, None, None
+
+
 def fake_quantize_activation(
     x: Tensor,
     scale: Tensor,
@@ -84,22 +130,28 @@ def fake_quantize_activation(
     kind: str,
     gradient_scale: float = 1.0,
 ) -> Tensor:
-    """`x` as its `bits`-bit code says it; `scale` and `zero_point` are (1,), differentiable."""
+    """`x` as its `bits`-bit code says it; `scale` and `zero_point` are (1,), differentiable.
+
+    For the kind 'dynamic', `scale` is the clip ratio, and each row of the last axis of `x` has a scale of its own.
+    """
     check_activation(bits, kind, zero_point)
+    if kind == DYNAMIC:
+        return apply(_FakeQuantizeTokens, x, scale, bits, gradient_scale)
     return apply(_FakeQuantizeActivation, x, scale, zero_point, bits, kind == "signed", gradient_scale)
 
 
 def quantize_activation(x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int, kind: str) -> Tensor:
-    """Integer codes of `x`: int8 for a signed kind, uint8 otherwise."""
+    """Integer codes of `x`: int8 for a signed kind, uint8 otherwise. For 'dynamic', `scale` is the clip ratio."""
     check_activation(bits, kind, zero_point)
     whole = None if zero_point is None else integer_zero_point(zero_point, bits)
-    signed = kind == "signed"
+    signed = kind in SIGNED_KINDS
+    scale = token_scale(x, token_factor(scale, bits)) if kind == DYNAMIC else scale
     codes = activation_codes(x, scale, whole, code_range(bits, signed=signed))
     return codes.to(torch.int8 if signed else torch.uint8)
 
 
 def dequantize_activation(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, bits: int) -> Tensor:
-    """Values of activation codes: (codes - z) * scale."""
+    """Values of activation codes: (codes - z) * scale. Of 'dynamic' ones, `scale` is that of each token (..., 1)."""
     values = codes.to(scale.dtype, copy=True)
     if zero_point is not None:
         values.sub_(integer_zero_point(zero_point, bits))

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from bitdial.errors import ConfigError, QuantizationError
 
-ACTIVATION_KINDS: tuple[str, ...] = ("unsigned", "signed", "asymmetric")
+ACTIVATION_KINDS: tuple[str, ...] = ("unsigned", "signed", "asymmetric", "dynamic")
+SIGNED_KINDS: tuple[str, ...] = ("signed", "dynamic")  # those whose codes are signed
+DYNAMIC = "dynamic"  # a scale for each token; see `bitdial.functional.tokens`
 TIE_RULES: tuple[str, ...] = ("even", "up")
 
 

@@ -1,7 +1,8 @@
 """Fake quantization on the fastest path the tensor's device has; the same signatures as in `bitdial.functional`.
 
-On a GPU with Triton, one kernel forward and one backward; elsewhere the reference. Codes are equal on both. Under
-autocast the kernels write the values in autocast's type at once, which saves the pass that would convert them.
+On a GPU with Triton, one kernel forward and one backward; elsewhere, and for activations with a scale for each token,
+the reference. Codes are equal on both. Under autocast the kernels write the values in autocast's type at once, which
+saves the pass that would convert them.
 """
 
 from typing import Any
@@ -57,7 +58,7 @@ def fake_quantize_activation(
     gradient_scale: float = 1.0,
 ) -> Tensor:
     """Quantise, then dequantise `x`, differentiable; see `bitdial.functional.fake_quantize_activation`."""
-    if use_triton(x) and scale.dtype == torch.float32:
+    if use_triton(x) and scale.dtype == torch.float32 and kind != bf.DYNAMIC:
         bf.check_activation(bits, kind, zero_point)
         codes = ActivationCodes.of(scale, bits=bits, kind=kind, gradient_scale=gradient_scale)
         whole = None if zero_point is None else bf.integer_zero_point(zero_point.detach(), bits)

@@ -63,7 +63,7 @@ class CodeScales(NamedTuple):
 
     weight           (widths or 1, rows or 1), or (1, rows, groups)
     multipliers      (rows, groups), uint8, of the rows' scales: two levels; None without
-    act, zero_point  (widths,), where the input is quantised
+    act, zero_point  (widths,), where the input is quantised; for the kind 'dynamic', `act` are clip ratios
     """
 
     weight: Tensor
@@ -97,6 +97,11 @@ class Codes(nn.Module):
     def stored(self) -> Tensor:
         """The widest codes that there are, in rows: int8, or the float weight for schemes that cannot narrow."""
         return self._source.read(self.bit_choices[0])[0]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each token of the input has a scale of its own."""
+        return self.act_kind == bf.DYNAMIC
 
     @property
     def groups(self) -> int:
@@ -168,7 +173,7 @@ class Codes(nn.Module):
         return scale * 2.0 ** self.shift(bits) / self.rule.integers(self.shift(bits))[0]
 
     def act_parameters(self, bits: int) -> tuple[Tensor, Tensor | None]:
-        """Scale and zero-point (1,) of the input's quantizer at `bits`."""
+        """Scale (for the kind 'dynamic', clip ratio) and zero-point (1,) of the input's quantizer at `bits`."""
         assert self.act_scale is not None
         i = self.bit_choices.index(bits)
         scale, zero_point = self.act_scale[i : i + 1], self.act_zero_point

@@ -43,7 +43,9 @@ def choose_kernels(artifact: Artifact, device: torch.device, dtype: torch.dtype 
         why = f"layer {quantised[0]!r} quantises its activations" if quantised else "integer kernels are asked for"
         raise ConfigError(f"dtype={dtype} is for weight-only models, but {why}, which is defined in float32")
     if kernels is None:
-        kernels = _best(artifact, device, dtype, all_quantised=len(quantised) == len(artifact.layers))
+        grouped = any(entry.get("group_size") is not None for entry in artifact.layers.values())
+        served = len(quantised) == len(artifact.layers) and not grouped
+        kernels = _best(artifact, device, dtype, all_served=served)
     elif kernels == "packed":
         _check_packed(artifact, dtype)
     missing = missing_on(device) if device.type == "cuda" else None
@@ -52,9 +54,10 @@ def choose_kernels(artifact: Artifact, device: torch.device, dtype: torch.dtype 
     return kernels
 
 
-def _best(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, *, all_quantised: bool) -> str:
+def _best(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, *, all_served: bool) -> str:
+    """The kernels for `device`; `all_served` says whether integer kernels run every layer."""
     wanted = "float"
-    if device.type == "cuda" and all_quantised:
+    if device.type == "cuda" and all_served:
         wanted = "integer"
     elif device.type == "cuda" and any(unsupported_reason(artifact, name) is None for name in artifact.layers):
         if dtype in DTYPES:

@@ -65,8 +65,8 @@ def load(
     dtype        what a weight-only model runs in: torch.bfloat16 or torch.float16; None is the file's float32
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
-                 as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised, packed
-                 for a weight-only model in 16 bits; else float.
+                 as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised and no
+                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float.
     bit_choices  for packed kernels: which of the file's widths to offer. Memory is for the widest of them
     master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
                  stored codes in host memory, so that the GPU holds only the words in use
@@ -267,5 +267,5 @@ def _scales(artifact: Artifact, name: str, *, by_row: bool) -> CodeScales:
     weight = artifact.tensors[f"{owner}/weight_scale"]
     if by_row and weight.dim() == 2:
         weight = weight.expand(1, artifact.layers[name]["shape"][0])
-    parts = artifact.part(owner, "group_scale"), artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
+    parts = artifact.part(owner, "group_scale"), artifact.act_scale(name), artifact.part(name, "act_zero_point")
     return CodeScales(weight.clone(), *(None if part is None else part.clone() for part in parts))

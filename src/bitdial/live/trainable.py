@@ -74,7 +74,7 @@ def put_sites(artifact: Artifact, model: nn.Module) -> None:
 
 def act_quantizer_in(artifact: Artifact, name: str, kind: str) -> ActivationQuantizer | None:
     """The quantizer of the layer or site called `name`, of that `kind`; None if it has none."""
-    scale, zero_point = artifact.part(name, "act_scale"), artifact.part(name, "act_zero_point")
+    scale, zero_point = artifact.act_scale(name), artifact.part(name, "act_zero_point")
     if scale is None:
         return None
     widths = artifact.bit_choices

@@ -111,7 +111,11 @@ class WeightQuantizer(nn.Module):
 
 
 class ActivationQuantizer(nn.Module):
-    """Fake-quantises an activation with one learned scale (and zero-point, if asymmetric) per width."""
+    """Fake-quantises an activation with one learned scale (and zero-point, if asymmetric) per width.
+
+    For the kind 'dynamic' the learned numbers in `scales` are clip ratios: a scale in units of what each token's
+    largest magnitude calls for; see `bitdial.functional.tokens`.
+    """
 
     def __init__(self, scales: Mapping[int, Tensor], zero_points: Mapping[int, Tensor] | None, *, kind: str):
         super().__init__()
@@ -126,7 +130,7 @@ class ActivationQuantizer(nn.Module):
     def gradient_scale(self, x: Tensor, bits: int) -> float:
         """LSQ's factor of the gradient of the scale, for inputs like `x`."""
         elements = x.numel() // max(x.shape[0], 1)  # a sample's: the same however the batch is split
-        return bf.lsq_gradient_scale(elements, bits, signed=self.kind == "signed")
+        return bf.lsq_gradient_scale(elements, bits, signed=self.kind in bf.SIGNED_KINDS)
 
     def forward(self, x: Tensor, bits: int) -> Tensor:
         """`x` as its `bits`-bit codes say it, differentiable; computed in float32 even under autocast."""

@@ -1,7 +1,7 @@
 """Watch a model run on sample data: which layer runs when, and on what input."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,24 +12,33 @@ from bitdial.nn import kind_of
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 MOST_SAMPLES = 1 << 16
+MOST_TOKEN_VALUES = 1 << 18
 
 
 @dataclass
 class LayerInput:
     """What one layer received: up to MOST_SAMPLES values a call, evenly spaced, and the extremes of all.
 
-    Of a layer that does not multiply its input, only when it ran. `arguments` is the most that a call gave it.
+    Of a layer that does not multiply its input, only when it ran. `arguments` is the most that a call gave it. Where
+    they are asked for, whole `tokens` (rows of the last axis) stand in the place of samples: as many a call, and at
+    most MOST_TOKEN_VALUES or a call's more.
     """
 
     samples: list[Tensor] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
     minimum: float = float("inf")
     maximum: float = -float("inf")
     last_call: int = -1
     arguments: int = 1
 
 
-def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch]) -> dict[str, LayerInput]:
-    """Run `batches` and record each executed layer's input, in the order in which the layers first ran."""
+def observe_inputs(
+    model: nn.Module, layers: Mapping[str, nn.Module], batches: list[Batch], *, tokens: Collection[str] = ()
+) -> dict[str, LayerInput]:
+    """Run `batches` and record each executed layer's input, in the order in which the layers first ran.
+
+    Of the layers named in `tokens`, whole tokens.
+    """
     seen: dict[str, LayerInput] = {}
     calls = itertools.count()
     sampled = {name: (kind := kind_of(layer)) is None or kind.multiplies for name, layer in layers.items()}
@@ -49,6 +58,11 @@ def observe_inputs(model: nn.Module, layers: Mapping[str, nn.Module], batches: l
                 "calibration batch and the weights of the layers before it"
             )
         entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
+        if name in tokens:
+            if sum(kept.numel() for kept in entry.tokens) < MOST_TOKEN_VALUES:
+                rows = x.detach().reshape(-1, x.shape[-1])
+                entry.tokens.append(rows[:: -(-rows.numel() // MOST_SAMPLES)].clone())
+            return
         stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
 

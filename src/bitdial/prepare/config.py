@@ -70,13 +70,16 @@ class QuantConfig(Config):
                      groups. A layer of no more inputs has a scale per channel
     group_scales     'integer': a group's scale is a whole number from 1 to 15 times that of its channel, so that
                      integer kernels can add up whole channels; 'float': any number, for float activations only
-    activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'
+    activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'.
+                     The kind 'dynamic' is for Linear layers: each token has a scale of its own, made at run time
     attention        the products q k^T and p v of nn.MultiheadAttention: 'float', or 'quantized' (queries, keys and
                      values signed, probabilities unsigned, at the activation bits of the attention's out_proj)
     start            starting scales: 'mse' (least squared error over the bit-widths), 'balanced' (least product of the
                      squared errors, so that no width pays for another), '3std' (weights mean +- 3 std,
                      activations the 99.9th percentile), 'lsq' (2 mean|x| / sqrt(Qp)) or 'max' (the full range: the
-                     largest magnitude has the outermost code of the highest width, and nothing is clipped there)
+                     largest magnitude has the outermost code of the highest width, and nothing is clipped there).
+                     Clip ratios of dynamic activations are those of least squared error for 'mse' and 'balanced',
+                     else 1 at 5 and more bits, 0.9 below
     importance       of each width to start='balanced', such as {8: 2}; a width that is not named has 1
     scale_gradient   of a weight scale that all widths share: 'exact', or 'printed' (as the paper has it, without the
                      factor 2^shift)

@@ -16,6 +16,7 @@ from bitdial.prepare.config import QuantConfig
 log = logging.getLogger(__name__)
 
 PERCENTILE = 0.999
+LOW_BITS, LOW_BITS_RATIO = 4, 0.9  # up to that width, a dynamic range is clipped to that share
 _LEAST_ERROR = 1e-10  # relative, squared; 8 bits have 1e-5 to 1e-6
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
 
@@ -153,8 +154,30 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
     return at(_minimise(error, _grid(magnitude.max(), 0.02, 1.1, 40), [], spacing=0.027))
 
 
+def clip_ratios(tokens: Tensor, *, bit_choices: tuple[int, ...], start: str) -> dict[int, Tensor]:
+    """Starting clip ratios (1,) by width, for dynamic activations of which `tokens` (tokens, inputs) are samples."""
+    found = {}
+    for bits in bit_choices:
+        if start not in ("mse", "balanced") or not bool(tokens.any()):
+            found[bits] = tokens.new_full((1,), LOW_BITS_RATIO if bits <= LOW_BITS else bf.MOST_CLIP_RATIO)
+            continue
+
+        def error(ratio: Tensor, bits: int = bits) -> Tensor:
+            at = bf.fake_quantize_activation(tokens, ratio, bits=bits, kind=bf.DYNAMIC)
+            return (at - tokens).square_().sum()
+
+        best = _minimise(error, _grid(tokens.new_ones(1), 0.1, bf.MOST_CLIP_RATIO, 36), [], spacing=0.025)
+        found[bits] = bf.usable_clip_ratio(best)
+    return found
+
+
 def act_quantizer_of(name: str, seen: LayerInput, kind: str, config: QuantConfig) -> ActivationQuantizer:
     """A quantizer for what the layer called `name` has `seen`; `kind` is a kind of activations, or 'auto'."""
+    if kind == bf.DYNAMIC:
+        tokens = torch.cat(seen.tokens).float()
+        return ActivationQuantizer(
+            clip_ratios(tokens, bit_choices=config.bit_choices, start=config.start), None, kind=kind
+        )
     if kind == "auto":
         kind = "unsigned" if seen.minimum >= 0 else "signed"
     elif kind == "unsigned" and seen.minimum < 0:

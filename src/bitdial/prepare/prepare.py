@@ -20,6 +20,7 @@ from bitdial.nn import (
     kind_of,
 )
 from bitdial.nn.decompose import decompose
+from bitdial.nn.layer_kinds import LINEAR
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
 from bitdial.prepare.activation_ranges import LayerInput
@@ -122,6 +123,11 @@ def _quantized_layers(
             quantizer = made[owner].weight_quantizer
             _check_tied(name, kind, rows, scale_shape, owner, made[owner])
         activations = treatment.activations
+        if activations == bf.DYNAMIC and kind != LINEAR:
+            raise ConfigError(
+                f"layer {name!r}: it is a {kind.name}, whose input has no tokens, and dynamic activations have a scale "
+                f"for each: give it one for all by a rule, such as Rule(type={kind.name!r}, activations='auto')"
+            )
         act_quantizer = None if activations == "float" else act_quantizer_of(name, inputs[name], activations, config)
         made[name] = QUANTIZED[kind].from_float(layer, quantizer, act_quantizer, name)
         made[name].fixed_bits = treatment.fixed_bits

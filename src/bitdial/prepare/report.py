@@ -12,6 +12,7 @@ from bitdial.errors import ConfigError
 REPORT = "_bitdial_report"  # the attribute by which a prepared or loaded model knows its report
 MOST_ENTRIES, MOST_LETTERS = 100_000, 4_000  # of a list and of a text in a report from a file
 MOST_ROWS = 20  # of the printed table
+_OPTIONAL = ("fixed_bits", "dynamic_layers")  # in plain data, only where there is something to say
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ModelReport:
     multiply_adds, quantised_multiply_adds  in a pass over the first calibration batch, attention and all
     quantised_layers                        their names
     fixed_bits                              those of them with a width of their own, {name: bits}
+    dynamic_layers                          those of them whose activations have a scale for each token
     float_layers                            every other module with weights, and why it stays in float
     switched_norms, kept_norms              the norms with a set per width; why others have none, {name: reason}
     first_layers, last_layers               the ends of the model: which its inputs reach, which make its outputs
@@ -59,6 +61,7 @@ class ModelReport:
     width_bytes: Mapping[int, int]
     warnings: tuple[str, ...]
     fixed_bits: Mapping[str, int] = field(default_factory=dict)
+    dynamic_layers: tuple[str, ...] = ()
 
     @property
     def quantised_share(self) -> float:
@@ -73,10 +76,12 @@ class ModelReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` gives an equal report back."""
         plain = {key: list(v) if isinstance(v, tuple) else v for key, v in vars(self).items()}
-        del plain["fixed_bits"]
+        for key in _OPTIONAL:
+            del plain[key]
         return {
             **plain,
             **({"fixed_bits": dict(self.fixed_bits)} if self.fixed_bits else {}),
+            **({"dynamic_layers": list(self.dynamic_layers)} if self.dynamic_layers else {}),
             "float_layers": [asdict(layer) for layer in self.float_layers],
             "kept_norms": dict(self.kept_norms),
             "width_bytes": {str(bits): size for bits, size in self.width_bytes.items()},
@@ -85,7 +90,7 @@ class ModelReport:
     @classmethod
     def from_dict(cls, values: Any) -> Self:
         """A report from `to_dict`'s output; ConfigError for anything else."""
-        absent = {"fixed_bits"} if isinstance(values, dict) and "fixed_bits" not in values else set()
+        absent = {key for key in _OPTIONAL if isinstance(values, dict) and key not in values}
         _check_fields("the report", values, {each.name for each in fields(cls)} - absent)
         texts = ("quantised_layers", "switched_norms", "first_layers", "last_layers", "ends_by_order", "warnings")
         made: dict[str, Any] = {key: _texts(key, values[key]) for key in texts}
@@ -103,7 +108,9 @@ class ModelReport:
         made["kept_norms"] = {_text("kept_norms", name): _text(name, reason) for name, reason in kept.items()}
         sizes = _entries("width_bytes", values, dict)
         made["width_bytes"] = {_width(bits): _count("width_bytes", size) for bits, size in sizes.items()}
-        if not absent:
+        if "dynamic_layers" not in absent:
+            made["dynamic_layers"] = _texts("dynamic_layers", values["dynamic_layers"])
+        if "fixed_bits" not in absent:
             fixed = _entries("fixed_bits", values, dict)
             made["fixed_bits"] = {_text("fixed_bits", name): _fixed_width(bits) for name, bits in fixed.items()}
         return cls(**made)
@@ -127,6 +134,11 @@ class ModelReport:
             *(
                 [f"fixed widths   {_fixed(self.fixed_bits)}: {_listed(tuple(self.fixed_bits))}"]
                 if self.fixed_bits
+                else []
+            ),
+            *(
+                [f"activations    a scale for each token in {len(self.dynamic_layers)} layers"]
+                if self.dynamic_layers
                 else []
             ),
             f"multiply-adds  {_part(self.quantised_multiply_adds, self.multiply_adds)} by quantised layers, on the "

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from bitdial.errors import ConfigError
+from bitdial.functional import DYNAMIC
 from bitdial.nn import KINDS, kind_of
 from bitdial.prepare.activation_ranges import LayerInput, observe_inputs
 from bitdial.prepare.config import QuantConfig
@@ -16,7 +17,7 @@ from bitdial.prepare.model_call import Batch
 from bitdial.prepare.norms import Norms, find_norms, warnings_of_kept
 from bitdial.prepare.replaceable import check_replaceable
 from bitdial.prepare.report import FloatLayer
-from bitdial.prepare.treatment import Treatment, decide, share_fixed_bits, without_float_owners
+from bitdial.prepare.treatment import Treatment, activations_of, decide, share_fixed_bits, without_float_owners
 from bitdial.prepare.weights import Weights, find_weights
 
 
@@ -50,6 +51,7 @@ class Survey:
             "quantised_multiply_adds": sum(counts[name] for name in self.chosen),
             "quantised_layers": tuple(self.chosen),
             "fixed_bits": self.fixed_bits,
+            "dynamic_layers": tuple(n for n in self.chosen if self.treatments[n].activations == DYNAMIC),
             "float_layers": self.float_layers,
             "switched_norms": tuple(self.norms.switch),
             "kept_norms": self.norms.kept,
@@ -68,7 +70,8 @@ def survey(model: nn.Module, config: QuantConfig, batches: list[Batch]) -> Surve
         raise ConfigError(f"the model has no layer to quantise (looked for {', '.join(KINDS)}){others}")
     if "" in candidates:
         raise ConfigError("the model is a single layer; wrap it, for example in nn.Sequential, so that it has a name")
-    inputs = observe_inputs(model, candidates, batches)
+    dynamic = {name for name, layer in candidates.items() if activations_of(name, layer, config) == DYNAMIC}
+    inputs = observe_inputs(model, candidates, batches, tokens=dynamic)
     ends = find_ends(model, weights, candidates, batches[0])
     treatments = decide(candidates, inputs, ends, config)
     chosen = without_float_owners(model, candidates, treatments)

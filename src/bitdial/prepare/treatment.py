@@ -78,6 +78,12 @@ def decide(
     return treatments
 
 
+def activations_of(name: str, layer: nn.Module, config: QuantConfig) -> str:
+    """The activations that the config and its rules ask for in a layer of a kind."""
+    asked = [rule.activations for rule in config.rules if rule.activations is not None and _matches(rule, name, layer)]
+    return asked[-1] if asked else config.activations
+
+
 def _end(default: Treatment, config: QuantConfig, reason: str) -> Treatment:
     """The treatment of a first or last layer: in float for the `reason`, at a width of its own, or as all others."""
     kept = config.keep_first_last

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bitdial import QuantConfig, add_transitions, prepare
+from bitdial import QuantConfig, Rule, add_transitions, prepare
 from bitdial.kernels import training as fused
 from bitdial.train import JointStep, TrainConfig
 from bitdial.train.checkpoint import load_checkpoint, save_checkpoint
@@ -217,6 +217,7 @@ def test_slots_in_a_process_group_are_those_without() -> None:
 def test_where_slots_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
     for quantisation, training, reason in (
         ({"activations": "asymmetric"}, {}, "zero-points"),
+        ({"rules": (Rule(type="Linear", quantize=True, activations="dynamic"),)}, {}, "a scale for each token"),
         ({"scheme": "dorefa"}, {}, "derives its scales"),
         ({}, {"scale_state": "per_bits"}, "scale_state='shared'"),
         ({}, {"update": "accumulated", "alrs": "off"}, "update='separate'"),

@@ -19,7 +19,8 @@ border between two codes may land on either side. Here every sum is a sum of int
   integer * step, rounded once;
 - what follows is float32, one rounding per operation, in this order:
 
-      y = float32(sum) * float32(act_scale * weight_step)      per channel
+      y = float32(sum) * float32(act_scale * weight_step)      per channel; where each token has its own scale
+                                                               (dynamic): y = float32(sum) * weight_step * token_scale
       y = y + bias                                             if the layer has one
       y = y * multiplier + offset                              if a batch norm follows
       ...                                                      what the model does next (ReLU, additions, max pool)
@@ -132,7 +133,10 @@ def quantized_forward(layer: LiveLayer, x: Tensor) -> Tensor:
         if zero_point is not None:
             a -= zero_point.double()
         y = _sum(layer, a, whole).float()
-        y = y * kind.over_channels(scale * step)
+        if codes.is_dynamic:
+            y = y * step * bf.token_scale(x.float(), bf.token_factor(scale, layer.act_bits))
+        else:
+            y = y * kind.over_channels(scale * step)
     y = y if layer.bias is None else y + kind.over_channels(layer.bias)
     return _as_images(y) if kind.image_dims == 2 else y
 

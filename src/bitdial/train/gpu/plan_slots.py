@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from bitdial import functional as bf
 from bitdial.dial.dial import set_bits
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
@@ -197,6 +198,8 @@ def unsupported_reason(model: nn.Module, fast: FastModel, config: TrainConfig) -
         return "the scheme derives its scales from the weights, or they belong to groups of inputs"
     if any(layer.act_quantizer is not None and layer.act_quantizer.kind == "asymmetric" for layer in layers):
         return "activations have zero-points"
+    if any(layer.act_quantizer is not None and layer.act_quantizer.kind == bf.DYNAMIC for layer in layers):
+        return "activations have a scale for each token"
     if len(set(quantizers)) < len(quantizers):
         return "layers share a quantizer"
     if any(p.dtype != torch.float32 for m in (*quantizers, *norms) for p in m.parameters()):

@@ -404,6 +404,10 @@ def test_a_gpu_runs_integer_kernels_if_all_activations_are_quantised(
         artifact = read_artifact(tmp_path / "m")
         chosen = kernel_choice.choose_kernels(artifact, torch.device("cuda"), None, None)
         assert chosen == ("integer" if activations == "auto" else "float")
+    make("inverted", tmp_path / "m", group_size=2)  # which integer kernels do not serve: exact sums would run, slowly
+    artifact = read_artifact(tmp_path / "m")
+    assert any(entry["group_size"] for entry in artifact.layers.values())
+    assert kernel_choice.choose_kernels(artifact, torch.device("cuda"), None, None) == "float"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing here is about kernels")

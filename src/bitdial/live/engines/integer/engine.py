@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from bitdial import functional as bf
 from bitdial.errors import QuantizationError
 from bitdial.kernels.epilogue import Epilogue, Outputs
 from bitdial.kernels.integer import run_conv2d, run_epilogue
@@ -36,6 +37,10 @@ INPUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class IntegerEngine(BoardPart):
     """The operands of one layer, and the products with them.
+
+    Where each token of the input has a scale, `factor` is the weight's step alone, and `quantizer` begins with what a
+    token's largest magnitude is multiplied with. Scales and bias are then applied behind the kernel, and the layer is
+    no part of fused calls: codes can only be made of whole tokens.
 
     Buffers, none of them in the state: `integers` (K, R, S, C / groups), `pad`, `correction`, `factor`, `quantizer`,
     `doubled` (None for codes that are never centred at 8 bits); see `bitdial.kernels.operands`.
@@ -85,27 +90,45 @@ class IntegerEngine(BoardPart):
 
     def multiply(self, layer: LiveLayer, x: Tensor) -> Tensor:
         """The layer at the selected widths."""
-        return self.run(self.codes_of(x), Epilogue())[0]
+        return self._multiply_tokens(x) if self.is_dynamic else self.run(self.codes_of(x), Epilogue())[0]
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The integers in use."""
         return {"active": [self.integers]}
 
-    # --- for fused calls ----------------------------------------------------------------------------
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each token of the input has a scale of its own."""
+        return self.layer.codes.is_dynamic
 
-    def codes_of(self, x: Tensor) -> Tensor:
-        """Stored codes of the float input x at the selected width."""
+    def _multiply_tokens(self, x: Tensor) -> Tensor:
+        """The layer where each token of x has a scale: sum * weight step * scale + bias."""
+        self._check_type(x)
+        x, bias = x.float(), self.layer.bias
+        factor, _, least, most, _ = self.quantizer
+        scale = bf.token_scale(x, factor)
+        codes = bf.activation_codes(x, scale, None, (least, most)).to(torch.int8)
+        y = self.run(codes, Epilogue())[0] * scale
+        return y if bias is None else y + bias
+
+    def _check_type(self, x: Tensor) -> None:
         if x.dtype not in INPUT_TYPES:
             name = self.shapes.name
             raise QuantizationError(
                 f"layer {name!r}: its input is {x.dtype}; the integer kernels take float32, or 16-bit floats"
             )
+
+    # --- for fused calls ----------------------------------------------------------------------------
+
+    def codes_of(self, x: Tensor) -> Tensor:
+        """Stored codes of the float input x at the selected width."""
+        self._check_type(x)
         return run_epilogue(x.float(), Epilogue(quantizer_a=self.quantizer, keep_value=False))[1]
 
     def run(self, x: Tensor, end: Epilogue) -> Outputs:
         """Value and codes behind the layer and `end`, for the codes x of its input."""
-        bias, weight = self.layer.bias, (self.integers, self.pad, self.correction, self.factor, self.doubled)
-        operands = IntegerOperands(*weight, bias)
+        bias = None if self.is_dynamic else self.layer.bias
+        operands = IntegerOperands(self.integers, self.pad, self.correction, self.factor, self.doubled, bias)
         shape = self.shapes.conv_shape(x)
         return run_as_images(self.shapes, x, end, lambda images, last: run_conv2d(images, operands, shape, last))
 
@@ -117,7 +140,8 @@ class IntegerEngine(BoardPart):
         sums, steps = zip(*(row_sums(codes, bits, rows) for bits in self.bit_choices), strict=True)
         acts = torch.stack([quantizer(codes, bits) for bits in self.bit_choices])
         doubled = [bits == 8 for bits in self.bit_choices] if needs_doubling(codes) else None
-        return [pair_tables(torch.stack(sums), torch.stack(steps), acts, doubled), act_tables(acts)]
+        pairs = pair_tables(torch.stack(sums), torch.stack(steps), acts, doubled, dynamic=self.is_dynamic)
+        return [pairs, act_tables(acts)]
 
     def wanted(self, first: int, second: int) -> list[int]:
         act = self.bit_choices.index(second)
@@ -142,7 +166,8 @@ class IntegerEngine(BoardPart):
         sums, step = row_sums(codes, weight_bits, len(integers))
         acts = quantizer(codes, act_bits)[None]
         doubled = [weight_bits == 8] if needs_doubling(codes) else None
-        tables = {**pair_tables(sums[None], step[None], acts, doubled), **act_tables(acts)}
+        pairs = pair_tables(sums[None], step[None], acts, doubled, dynamic=self.is_dynamic)
+        tables = {**pairs, **act_tables(acts)}
         return {"integers": self.shapes.filters(integers), **{name: table[0].clone() for name, table in tables.items()}}
 
 

@@ -294,11 +294,13 @@ def _calls(graph: fx.GraphModule, node: object, kind: Any) -> bool:
 
 
 def _kernel(graph: fx.GraphModule, node: fx.Node) -> Kernel | None:
-    """What runs the layer that `node` calls by one operator, if it is such a layer."""
+    """What runs the layer that `node` calls by one operator, if it is such a layer; not where tokens have scales."""
     if not _calls(graph, node, LiveLayer | FixedPointLayer):
         return None
     module = module_of(graph, node)
     kernel = module.engine if isinstance(module, LiveLayer) else module
+    if isinstance(kernel, IntegerEngine) and kernel.is_dynamic:
+        return None
     return kernel if isinstance(kernel, Kernel) else None
 
 

@@ -34,9 +34,13 @@ def row_sums(codes: Codes, bits: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def quantizer(codes: Codes, bits: int) -> Tensor:
-    """The numbers of the activations' quantizer (QUANTIZER_NUMBERS,) at `bits`."""
+    """The numbers of the activations' quantizer (QUANTIZER_NUMBERS,) at `bits`.
+
+    Where each token has a scale, the first is what its largest magnitude is multiplied with.
+    """
     scale, zero_point = codes.act_parameters(bits)
-    signed = codes.act_kind == "signed"
+    scale = bf.token_factor(scale, bits) if codes.is_dynamic else scale
+    signed = codes.act_kind in bf.SIGNED_KINDS
     zero = torch.zeros_like(scale) if zero_point is None else bf.integer_zero_point(zero_point, bits)
     bounds = (*bf.code_range(bits, signed=signed), 0 if signed else STORED_SHIFT)
     return torch.cat([scale, zero, *(torch.full_like(scale, bound) for bound in bounds)]).float()
@@ -48,12 +52,16 @@ def act_tables(quantizers: Tensor) -> Tables:
     return {"quantizer": quantizers, "pad": pad[:, None].expand(-1, PAD_CODES)}
 
 
-def pair_tables(sums: Tensor, steps: Tensor, quantizers: Tensor, doubled: Sequence[bool] | None) -> Tables:
+def pair_tables(
+    sums: Tensor, steps: Tensor, quantizers: Tensor, doubled: Sequence[bool] | None, *, dynamic: bool = False
+) -> Tables:
     """What depends on both widths, a row for each pair, that of the activations changing first.
 
     `sums` and `steps` (widths, K), `quantizers` (widths, QUANTIZER_NUMBERS), `doubled` for each weight width or None.
+    With `dynamic` activations the factor is the step alone: a token's scale is not known yet.
     """
     scales, zeros = quantizers[:, :1], (quantizers[:, 4:] - quantizers[:, 1:2]).int()
+    scales = torch.ones_like(scales) if dynamic else scales
     tables = {
         "correction": (sums[:, None] * zeros).flatten(0, 1),
         "factor": (steps[:, None] * scales).flatten(0, 1),
