@@ -139,6 +139,23 @@ def test_an_artifact_can_be_gone_on_from(options: LlmOptions) -> None:
         changed(again, bit_choices=(8, 2))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_embeddings_stay_in_their_own_dtype_unless_they_are_trained(
+    trained: bool, options: LlmOptions, tmp_path: Path
+) -> None:
+    folder = tmp_path / "short"
+    language = LanguageModel.read(options.model)
+    language.tokenizer.save_pretrained(folder)
+    language.model.bfloat16().save_pretrained(folder)  # type: ignore[operator]
+    outcome = llm(changed(options, model=folder, steps=1, evaluations=1, train_embeddings=trained))
+    stored = bitdial.read_artifact(outcome.artifact).tensors[".float/model.embed_tokens.weight"]
+    before = LanguageModel.read(folder).model.state_dict()["model.embed_tokens.weight"]
+    assert stored.dtype == (torch.float32 if trained else torch.bfloat16)
+    assert torch.equal(stored.float(), before) != trained
+    gains = outcome.model.state_dict()["model.norm.weight"]
+    assert not torch.equal(gains, LanguageModel.read(folder).model.state_dict()["model.norm.weight"])
+
+
 def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None:
     """Its file loads on the plain model, and can be gone on from."""
     first = llm(changed(options, rotate=True, activations="signed"))

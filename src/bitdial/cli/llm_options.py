@@ -82,6 +82,11 @@ def _training(group: argparse._ArgumentGroup) -> None:
         help="share of the float model's word in the loss; the text has the rest (default: 1.0)",
     )
     group.add_argument(
+        "--train-embeddings",
+        action="store_true",
+        help="train the embeddings and the head too, which are then stored in float32 (default: they stay)",
+    )
+    group.add_argument(
         "--evaluations", type=positive, metavar="N", help="intervals, each with its perplexities (default: 10)"
     )
     group.add_argument(

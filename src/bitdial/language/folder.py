@@ -28,13 +28,13 @@ def load_tokenizer(folder: Folder) -> Any:
     return tokenizer
 
 
-def load_float(folder: Folder, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The causal language model in a transformers `folder` as it is, in `dtype` and in eval mode."""
+def load_float(folder: Folder, *, dtype: torch.dtype | None = torch.float32) -> nn.Module:
+    """The causal language model in a transformers `folder` as it is, in `dtype` (None: its own) and in eval mode."""
     transformers = _transformers()
     try:
         with _without_bars(transformers.utils.logging):
             model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+                folder, dtype="auto" if dtype is None else dtype, local_files_only=True, trust_remote_code=False
             )
     except Exception as problem:
         raise ConfigError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from bitdial.errors import ConfigError
 from bitdial.language.folder import load_float, load_tokenizer
+from bitdial.nn.own_dtypes import widen
 from bitdial.recipes.teacher_text import teacher_text
 from bitdial.train import distributed
 from bitdial.train.text import map_tokens, text_digest, tokenize_text, tokenizer_digest
@@ -21,7 +22,10 @@ SHARE_HELD_OUT = 10  # at most one in so many tokens
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A causal language model of transformers in float32, in eval mode, with its tokenizer."""
+    """A causal language model of transformers in eval mode, with its tokenizer.
+
+    It is in float32; what was in 16 bits is stored so by files, if training leaves it as it is.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -31,7 +35,8 @@ class LanguageModel:
     def read(cls, folder: Path) -> "LanguageModel":
         """From a transformers folder; nothing is downloaded, and no code of the folder is run."""
         tokenizer = load_tokenizer(folder)
-        model: Any = load_float(folder)
+        model: Any = load_float(folder, dtype=None)
+        widen(model)
         model.config.use_cache = False
         found = cls(model, tokenizer, folder.resolve().name)
         found._check_vocabulary(folder)

@@ -25,6 +25,7 @@ from bitdial.artifact import Artifact, read_artifact, save
 from bitdial.errors import ConfigError
 from bitdial.files.atomic import write_json
 from bitdial.live.load import load_trainable
+from bitdial.nn import QuantLayer
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.prepare import prepare
 from bitdial.prepare.rotate import rotate
@@ -189,6 +190,9 @@ def _prepared(
         model = prepare(source, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
     inner: Any = model
     inner.config.use_cache = False
+    for module in (inner.get_input_embeddings(), inner.get_output_embeddings()):
+        if module is not None and not isinstance(module, QuantLayer):
+            module.requires_grad_(run.options.train_embeddings)
     if run.options.checkpointing:
         if not getattr(inner, "supports_gradient_checkpointing", False):
             raise ConfigError(f"--checkpointing: {type(model).__name__} has no blocks that transformers checkpoints")

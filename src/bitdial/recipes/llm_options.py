@@ -57,6 +57,7 @@ class LlmOptions:
     lower_weight: float = 1.5
     clip_norm: float = 1.0
     distill_weight: float = 1.0
+    train_embeddings: bool = False  # and the head; else they stay as they are
     generate: int = 0  # rows that the teacher writes
     held_out: int = 32768  # tokens at the end of the text, but at most a tenth of it
     evaluations: int = 10
