@@ -1,6 +1,7 @@
 """Files of rotated models: what they say, and what a hostile one may not say."""
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,30 @@ def test_files_of_plain_models_do_not_take_rotated_ones(tmp_path: Path) -> None:
     rotate_again(rotated, ENTRY)
     with pytest.raises(ArtifactError, match="is rotated otherwise than in the file; pass the plain float model"):
         load(tmp_path / "m", rotated)
+
+
+def test_random_entries_are_refused_or_fit(parts: Parts, tmp_path: Path) -> None:
+    """Any value at any place of the entry: refused as an ArtifactError, or a model that is loaded and computes."""
+    draw = random.Random(0)
+    values: list[Any] = [None, True, 0, 1, 2, 3, 4, 8, -1, 1 << 31, 1 << 64, 0.5, "", "up", "down", "embed", "turn"]
+    values += ["turn_back", "hadamard", [], ["up"], ["head"], [[]], {}, {"up": {"form": "hadamard", "size": 2}}]
+    refused = loaded = 0
+    for _ in range(150):
+        tensors, manifest = copy.deepcopy(parts)
+        place: Any = manifest["rotation"]
+        while isinstance(inner := place[key := draw.choice([*place])], dict) and inner and draw.random() < 0.8:
+            place = inner
+        if draw.random() < 0.2:
+            place[draw.choice(["up", "norm", "head", "size", "", "x"])] = place.pop(key)
+        else:
+            place[key] = draw.choice(values)
+        write_container(tmp_path / "m", tensors, manifest, error=ArtifactError)
+        try:
+            live = load(tmp_path / "m", Net())
+        except ArtifactError:
+            refused += 1
+            continue
+        loaded += 1
+        assert live(torch.arange(10)).isfinite().all()
+    assert refused > 100
+    assert loaded > 3, "some edits change nothing that matters, such as the seed"

@@ -128,14 +128,15 @@ def test_a_target_makes_up_for_what_inputs_have_lost(monkeypatch: pytest.MonkeyP
     weight, scale, nearest, _ = problem(8, (8,), inputs=12)
     plain = correlated(400, 12)[None]
     noisy = plain + 4 * torch.randn(plain.shape, generator=torch.Generator().manual_seed(2))
-    second, cross = moments(noisy), plain.transpose(1, 2) @ noisy / 400
+    second, moved = moments(noisy), plain - noisy
+    cross = moved.transpose(1, 2) @ noisy / 400
 
     def outputs_apart(codes: Tensor, values: Tensor) -> Tensor:
         return (noisy @ (values[codes] * scale).mT - plain @ weight.mT).square().mean(dim=1)
 
     with monkeypatch.context() as patch:
         patch.setattr(rounding, "DAMPING", 0.0)
-        target = Target(second, cross, moments(plain))
+        target = Target(second, cross, moments(moved))
     wanted = weight + weight @ target.change
     apart = table(8, 8)[nearest] * scale - wanted
     found = (apart @ second * apart).sum(dim=2) + (weight @ target.rest * weight).sum(dim=2)
@@ -147,5 +148,15 @@ def test_a_target_makes_up_for_what_inputs_have_lost(monkeypatch: pytest.MonkeyP
             codes = round_jointly(weight, scale, nearest, [Setting(values, second, target=each)], tolerance=1e-6)
             errors.append(float(outputs_apart(codes, values).sum()))
         assert errors[1] < 0.95 * errors[0], (bits, errors)
-    same = Target(second, second, second)
-    torch.testing.assert_close(same.change, torch.zeros_like(second))
+
+
+def test_where_inputs_have_not_changed_there_is_nothing_to_make_up_for() -> None:
+    """Nor a rest, by which a width would count for less: also with inputs of very different sizes, in float32."""
+    x = correlated(400, 12)[None] * torch.tensor([300.0, *[1.0] * 11])
+    moved = 1e-4 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    target = Target(moments(x), moved.transpose(1, 2) @ x / 400, moments(moved))
+    assert float(target.change.abs().max()) < 1e-4
+    assert float(target.rest.abs().max()) < 1e-6
+    exact = Target(moments(x), torch.zeros(1, 12, 12), torch.zeros(1, 12, 12))
+    assert not exact.change.any()
+    assert not exact.rest.any()

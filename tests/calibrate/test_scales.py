@@ -28,14 +28,15 @@ def test_scales_are_those_that_prepare_would_start_from(monkeypatch: pytest.Monk
 def test_a_width_can_be_made_more_important() -> None:
     x, net = images(16), mobile()
 
-    def error(importance: dict[int, float]) -> float:
+    def error(importance: dict[int, float], bits: int = 3) -> float:
         model = prepared(net)
         layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
         choose_scales(layers, float_copy(model), [x], CalibrateConfig(importance=importance))
-        set_bits(model, 3)
+        set_bits(model, bits)
         return sum(float((m.quantized_weight() - m.weight).detach().square().sum()) for m in layers.values())
 
     assert error({3: 20.0}) < error({8: 20.0})
+    assert error({8: 0.1}, 8) == error({}, 8), "codes may give it up, scales do not"
 
 
 def test_activation_scales_have_the_least_error_in_what_reads_them() -> None:
@@ -57,6 +58,25 @@ def test_activation_scales_have_the_least_error_in_what_reads_them() -> None:
     before = error()
     choose_scales({"0": layer}, float_copy(model), [x], CalibrateConfig())
     assert error() < 0.8 * before
+
+
+def test_pixels_with_huge_values_do_not_stretch_the_scale_for_all() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(64, 8, 1)).eval()
+    x = torch.randn(32, 64, 4, 4)
+    x[::6, :, 0, 0] *= 12
+    model = prepare(net, QuantConfig(bit_choices=(8, 4), keep_first_last=False), x)
+    layer = model.get_submodule("0")
+
+    def error() -> float:
+        """Of all pixels but those."""
+        with torch.no_grad():
+            apart = torch.nn.functional.conv2d(layer.act_quantizer(x, 4), layer.weight, layer.bias) - net(x)
+            return float(apart[:, :, 1:].square().mean())
+
+    before = error()
+    choose_scales({"0": layer}, float_copy(model), [x], CalibrateConfig())
+    assert error() < 0.2 * before
 
 
 def test_clip_ratios_of_tokens_have_the_least_error_in_what_reads_them() -> None:

@@ -341,6 +341,19 @@ def test_the_op_is_declared_well(with_bias: bool) -> None:
     torch.library.opcheck(packed_linear, arguments)
 
 
+def test_the_op_has_the_kernels_of_its_backends() -> None:
+    for device in ("CPU", "CUDA"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("bitdial::packed_linear", device)
+
+
+def test_a_gradient_is_refused() -> None:
+    """An adapter that is trained in front of the layer would get none."""
+    weight = make("centred", 4, 20, 320)
+    y = weight.linear(torch.randn(3, 320).to(DEVICE, torch.float16).requires_grad_())
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        y.sum().backward()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_recorded_call_repeats(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:

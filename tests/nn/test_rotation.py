@@ -109,3 +109,11 @@ def test_models_that_do_not_fit() -> None:
             rotate_again(rotated, other)
     with pytest.raises(ConfigError, match="two rotated models in it, '0' and '1'"):
         rotation_entry(nn.Sequential(rotated, copy.deepcopy(rotated)))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_rotations_compile_as_one_graph() -> None:
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    for module in (BlockHadamard(8), Turn(torch.ones(24), torch.eye(3), back=True)):
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)

@@ -34,11 +34,15 @@ class Target:
     nothing of, r, is there whatever the codes are. `rest` is the second moment of r.
     """
 
-    def __init__(self, second: Tensor, cross: Tensor, plain: Tensor):
-        """`second` is that of x_b, `cross` the mean of x' x_b and `plain` that of x' x: (groups, inputs, inputs)."""
+    def __init__(self, second: Tensor, moved: Tensor, moved_second: Tensor):
+        """With d = x - x_b: `second` is that of x_b, `moved` the mean of d' x_b, `moved_second` that of d' d.
+
+        All are (groups, inputs, inputs). They are taken from d, since what is left of a difference of large moments
+        is rounding error where d is small, as at 8 bits.
+        """
         factor = torch.linalg.cholesky(damped(second))
-        self.change = torch.cholesky_solve((cross - second).transpose(1, 2), factor).transpose(1, 2)
-        self.rest = plain - cross @ torch.cholesky_solve(cross.transpose(1, 2), factor)
+        self.change = torch.cholesky_solve(moved.transpose(1, 2), factor).transpose(1, 2)
+        self.rest = moved_second - self.change @ moved.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@
     switch_              every layer of a model to other widths, in place
     repack_              packed words to other widths, in place
 
+`packed_linear` is declared in `packed_ops.py`, on the same backends.
+
 Schemas are flat; `declare` is told how to make records of the arguments, and everything behind it takes those. Any
 device runs the reference (`kernels/reference`); a `Backend` has kernels for one. Another one is another folder, with a
 file that has a function for each operator, and another Backend below. Results are the same, bit for bit.
@@ -77,11 +79,13 @@ def declare(
     torch.library.register_fake(f"bitdial::{name}", lambda *args: fake(*records(*args)), lib=_LIBRARY)
     _LIBRARY.impl(name, lambda *args: reference(*records(*args)), "CompositeExplicitAutograd")
     for backend in backends:
-        _LIBRARY.impl(name, _kernel(name, backend, records, reference), backend.device)
+        _LIBRARY.impl(name, kernel_of(name, backend, records, reference), backend.device)
     return getattr(torch.ops.bitdial, name).default
 
 
-def _kernel(name: str, backend: Backend, records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
+def kernel_of(name: str, backend: Backend, records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """What operator `name` runs on the device of `backend`: its kernel where it serves, else the `reference`."""
+
     @functools.cache
     def imported() -> Callable[..., Any]:
         return getattr(importlib.import_module(backend.module), name)

@@ -22,12 +22,13 @@ The reference, which serves wherever Triton does not, sums in float64 and rounds
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.dispatch import triton_runs
+from bitdial.kernels.ops import TRITON_ON_ANY_GPU, kernel_of
 from bitdial.kernels.word_layout import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -78,12 +79,20 @@ def packed_linear(
     `words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
     `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
     """
-    _check(x, words, scale, fields, group_scale)
-    if triton_runs(x):
-        from bitdial.kernels.triton.packed import linear as triton_linear
+    return _reference(*_checked(x, words, scale, bias, fields, bits, high, offset, group_scale))
 
-        reading = triton_linear.Reading(tuple(fields), bits, high, offset)
-        return triton_linear.linear(x, words, scale, bias, reading, group_scale=group_scale)
+
+def _reference(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    fields: Sequence[int],
+    bits: int,
+    high: int,
+    offset: float,
+    group_scale: Tensor | None,
+) -> Tensor:
     rows, columns = len(scale), x.shape[1]
     weight = (unpack_words(words, fields, bits, rows, columns) + offset).double()
     if group_scale is not None:
@@ -92,6 +101,16 @@ def packed_linear(
     weight *= (scale.double() * 2.0 ** (high - bits))[:, None]
     y = x.double() @ weight.T
     return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def _checked(
+    x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, fields: Sequence[int], *how: Any
+) -> tuple[Any, ...]:
+    """The arguments of the operator, all of them; what would be read past its end is refused."""
+    bits, high, offset, *rest = how
+    group_scale = rest[0] if rest else None
+    _check(x, words, scale, fields, group_scale)
+    return x, words, scale, bias, fields, bits, high, offset, group_scale
 
 
 def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group_scale: Tensor | None) -> None:
@@ -127,3 +146,7 @@ def _(
     group_scale: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[0]))
+
+
+for _backend in TRITON_ON_ANY_GPU:
+    packed_linear.register_kernel(_backend.device.lower())(kernel_of("packed_linear", _backend, _checked, _reference))

@@ -4,6 +4,7 @@ What has nothing in it, and what 32 bits cannot index, is left to the reference.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from bitdial.kernels.repack import RepackRule, RepackTables
 from bitdial.kernels.switch import SwitchTables
 from bitdial.kernels.triton.inference import epilogue as epilogue_kernels
 from bitdial.kernels.triton.inference import fixed_point, integer, max_pool, sample_scales, switch
-from bitdial.kernels.triton.packed import repack
+from bitdial.kernels.triton.packed import linear, repack
 from bitdial.kernels.width_table import SECOND
 
 INDEXABLE = 2**31
@@ -92,3 +93,20 @@ def repack_(tables: RepackTables, rule: RepackRule) -> None:
     """Packed words to other widths."""
     second = SECOND[bf.scheme_of(rule.scheme).second_rounding(rule.ties)]
     repack.repack(*tables, high=rule.high, widest=rule.widest, second=second)
+
+
+def packed_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    fields: Sequence[int],
+    bits: int,
+    high: int,
+    offset: float,
+    group_scale: Tensor | None,
+) -> Tensor:
+    """A Linear layer that reads packed weights."""
+    return linear.linear(
+        x, words, scale, bias, linear.Reading(tuple(fields), bits, high, offset), group_scale=group_scale
+    )
