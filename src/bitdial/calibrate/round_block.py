@@ -11,7 +11,7 @@ from bitdial import functional as bf
 from bitdial.calibrate.biases import followed_by_norm
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
-from bitdial.calibrate.input_rows import ROWS, input_rows
+from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
 from bitdial.calibrate.rounding import Setting, Target, round_jointly
 from bitdial.calibrate.values import AtNorm, ReachedError, Values
 from bitdial.dial.dial import resolve_plan, set_bits
@@ -19,9 +19,9 @@ from bitdial.dial.plan import BitPlan
 from bitdial.nn import QuantLayer
 
 Moments = tuple[Tensor, Target | None]  # second moments of inputs, and what the layer should make of them
+SHARE = 0.3  # of the tolerance for a block: a layer is one of several in it
 PLAIN = 0  # the "width" of the float model
 ROWS_FOR_TARGET = 2  # for each input of a layer: with fewer, what was seen would be learned by heart
-SHARE = 0.1  # of the tolerance for a block: a layer is one of several in it
 
 
 def can_round(layer: nn.Module) -> bool:
@@ -111,6 +111,7 @@ class BlockRounding:
         """
         layer, centred = self.model.get_submodule(name), name in self.centred
         assert isinstance(layer, QuantLayer)
+        images = layer.kind.image_dims > 0
 
         def rows(given: Sequence[Tensor]) -> Tensor:
             found = input_rows(layer.kind, layer, given, seed=self.seed)
@@ -120,10 +121,11 @@ class BlockRounding:
         for width, plan in self.settings.items():
             set_bits(self.model, plan)
             if (centred, width) not in known or layer.act_quantizer is not None:
-                own = rows([layer.quantized_input(x) for x in inputs[width]])
-                second, target = product_of(own, own), None
+                own, target = rows([layer.quantized_input(x) for x in inputs[width]]), None
+                plain = own if centred else rows(inputs[PLAIN])
+                moved, own = (held_back(x, plain, images=images) for x in (plain - own, own))
+                second = product_of(own, own)
                 if not centred and own.shape[1] >= ROWS_FOR_TARGET * own.shape[2]:
-                    moved = rows(inputs[PLAIN]) - own
                     target = Target(second, product_of(moved, own), product_of(moved, moved))
                 known[centred, width] = second, target
             second, target = known[centred, width]

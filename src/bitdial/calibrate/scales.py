@@ -4,9 +4,9 @@ The error of a weight matters by how large its input is. So in Linear layers it 
 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
-the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
-of dynamic activations are chosen alike. A pixel of unusual energy counts as any other (see `positions`): scales need
-not reach as far as its values.
+the one of least error in the layer's output is taken, each output channel measured by its own variance. A pixel of
+unusual energy counts as any other (see `positions`): scales need not reach as far as its values. The clip ratios of
+dynamic activations are chosen alike.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitdial import functional as bf
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.input_rows import held_back
 from bitdial.calibrate.positions import position_weights
 from bitdial.nn import ActivationQuantizer, QuantLayer
 from bitdial.nn.layer_kinds import LINEAR
@@ -82,6 +83,7 @@ def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -
     def hook(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = (args[0] if args else kwargs["input"]).flatten(0, -2)
+            rows = held_back(rows[None], rows[None], images=False)[0]
             sums[name] = sums.get(name, 0) + rows.square().sum(dim=0, dtype=torch.float64)
             counts[name] = counts.get(name, 0) + len(rows)
 
@@ -118,7 +120,7 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
                     scale, zero_point = quantizer.scales[str(bits)] * factor, quantizer.zero_point_of(bits)
                     x = bf.fake_quantize_activation(args[0], scale, zero_point, bits=bits, kind=quantizer.kind)
                     found = layer.kind.product(module, x, module.weight, module.bias)
-                    tried.append((found - out).square_().mul_(weights).mean())
+                    tried.append((found.sub_(out).square_().mul_(weights)).mean())
                 errors[name, bits] = errors.get((name, bits), 0) + torch.stack(tried)
 
         return record
