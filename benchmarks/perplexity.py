@@ -108,6 +108,7 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
             "bit_choices": list(config["bit_choices"]),
             "bits": bits, "perplexity": found[str(bits)], "float_perplexity": found["float"],
             "importance": calibrated["importance"] if calibrated else {},
+            "tolerance": calibrated["tolerance"] if calibrated else None,
             "tokens": calibrated["tokens"] if calibrated else 0, "seconds": record["seconds"],
             "seed": calibrated["seed"] if calibrated else None,
             "device": record["device"], "versions": record["versions"], "command": record["command"],
@@ -138,7 +139,11 @@ def _calibration(options: argparse.Namespace, tokenizer: Any) -> Calibration:
     """What `options` say, on the first rows of the text."""
     importance = {int(bits): float(number) for bits, number in (each.split("=") for each in options.importance)}
     settings = CalibrateConfig(
-        effort=options.calibrate, iterations=options.iterations, importance=importance, seed=options.seed
+        effort=options.calibrate,
+        iterations=options.iterations,
+        importance=importance,
+        tolerance=options.tolerance,
+        seed=options.seed,
     )
     count = options.calibration_rows * options.length
     front = token_rows(read_text(options.text)[: 8 * count], tokenizer, length=options.length)
@@ -166,6 +171,7 @@ def main() -> None:
     parser.add_argument("--calibration-rows", type=int, default=16)
     parser.add_argument("--calibration-batch", type=int, default=4, help="rows that go through the model at a time")
     parser.add_argument("--importance", nargs="+", default=[], metavar="BITS=NUMBER", help="of widths, such as 8=0.5")
+    parser.add_argument("--tolerance", type=float, default=CalibrateConfig.tolerance, help="see CalibrateConfig")
     parser.add_argument("--iterations", type=int, default=CalibrateConfig.iterations, help="of --calibrate full")
     parser.add_argument("--seed", type=int, default=0, help="of --calibrate full")
     parser.add_argument("--rows", type=int, default=24)

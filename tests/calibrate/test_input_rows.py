@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from bitdial.calibrate import input_rows as module
-from bitdial.calibrate.input_rows import ROWS, input_rows
+from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
 from bitdial.nn.layer_kinds import kind_of
 
 LAYERS = (
@@ -42,3 +42,13 @@ def test_some_outputs_are_drawn_the_same_for_each_setting(monkeypatch) -> None:
 
 def test_kinds_without_rows_are_left_out() -> None:
     assert {kind.name for kind in ROWS} == {"Linear", "Conv1d", "Conv2d", "Conv3d"}
+
+
+def test_a_window_of_huge_values_counts_as_others_do() -> None:
+    rows = torch.randn(2, 400, 9, generator=torch.Generator().manual_seed(0))
+    rows[:, 7] *= 40
+    held = held_back(rows)
+    own = (held.square() / rows.square().mean(dim=1, keepdim=True)).mean(dim=(0, 2))
+    assert abs(float(own[7]) - module.MOST_ENERGY) < 1e-3
+    others = torch.arange(400) != 7
+    assert torch.equal(held[:, others], rows[:, others])

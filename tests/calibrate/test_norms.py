@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from bitdial.calibrate.norms import Moments, correct_norm, moments
+from bitdial.calibrate.norms import correct_norm, moments, reference_of
+from bitdial.calibrate.positions import Moments
 from bitdial.errors import QuantizationError
 
 
@@ -45,3 +46,27 @@ def test_equal_moments_change_nothing() -> None:
     correct_norm(norm, plain, same, same)
     assert torch.equal(norm.running_mean, plain.running_mean)
     assert torch.equal(norm.running_var, plain.running_var)
+
+
+def test_positions_of_huge_values_that_are_clipped_do_not_stretch_the_others() -> None:
+    """A tenth of the images has a corner of 40 standard deviations; quantised, it is clipped to 4."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(100, 64, 7, 7, generator=generator)
+    x[::10, :, 0, 0] *= 40
+    clipped = x.clamp(-4, 4)
+    batches, clipped_batches = x.split(25), clipped.split(25)
+    wanted, weights = reference_of(batches, "norm")
+    plain, norm = nn.BatchNorm2d(64).eval(), nn.BatchNorm2d(64).eval()
+    correct_norm(norm, plain, moments(clipped_batches, "norm", weights), wanted)
+    assert float((norm.running_var - 1).abs().max()) < 0.1
+    correct_norm(norm, plain, moments(clipped_batches, "norm"), moments(batches, "norm"))
+    assert float(norm.running_var.median()) < 0.5
+
+
+def test_usual_positions_are_all_weighted_alike() -> None:
+    x = torch.randn(40, 64, 5, 3, generator=torch.Generator().manual_seed(0)) * 3 + 100
+    found = reference_of(x.split([7, 33]), "norm")
+    assert found.weights is not None
+    assert all(bool((each == 1).all()) for each in found.weights)
+    assert reference_of([x[..., 0]], "norm").weights is None, "a sequence"
+    torch.testing.assert_close(found.moments.variance, moments([x], "norm").variance, rtol=1e-5, atol=0)

@@ -60,6 +60,25 @@ def test_activation_scales_have_the_least_error_in_what_reads_them() -> None:
     assert error() < 0.8 * before
 
 
+def test_pixels_with_huge_values_do_not_stretch_the_scale_for_all() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(64, 8, 1)).eval()
+    x = torch.randn(32, 64, 4, 4)
+    x[::6, :, 0, 0] *= 12
+    model = prepare(net, QuantConfig(bit_choices=(8, 4), keep_first_last=False), x)
+    layer = model.get_submodule("0")
+
+    def error() -> float:
+        """Of all pixels but those."""
+        with torch.no_grad():
+            apart = torch.nn.functional.conv2d(layer.act_quantizer(x, 4), layer.weight, layer.bias) - net(x)
+            return float(apart[:, :, 1:].square().mean())
+
+    before = error()
+    choose_scales({"0": layer}, float_copy(model), [x], CalibrateConfig())
+    assert error() < 0.2 * before
+
+
 def test_clip_ratios_of_tokens_have_the_least_error_in_what_reads_them() -> None:
     """Tokens with an outlier that the layer hardly reads: clipping it leaves more codes to the others."""
     torch.manual_seed(0)

@@ -56,6 +56,12 @@ def test_the_distance_is_relative() -> None:
     assert other.distance(plain, walk.blocks[0]) == 0
     other.batches[0][node] = plain.batches[0][node] * 1.1
     assert abs(other.distance(plain, walk.blocks[0]) - 0.01) < 1e-6
+    plain.batches[0][node] = huge = torch.randn(8, 64, 4, 4, generator=torch.Generator().manual_seed(0))
+    huge[0, :, 0, 0] *= 40
+    other.batches[0][node] = huge.clamp(-5, 5)
+    assert other.distance(plain, walk.blocks[0]) > 0.7
+    plain.weigh(walk.blocks[0], 2)
+    assert other.distance(plain, walk.blocks[0]) < 0.2, "one position of 128"
 
 
 def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:

@@ -16,7 +16,7 @@ from bitdial.calibrate.checkpoint import Checkpoint
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.equalize import equalize
 from bitdial.calibrate.inputs import checked, moved
-from bitdial.calibrate.norms import Moments, correct_norm, moments
+from bitdial.calibrate.norms import Reference, correct_norm, moments, reference_of
 from bitdial.calibrate.progress import Progress, show_progress
 from bitdial.calibrate.reconstruct import Reconstruction
 from bitdial.calibrate.reference import float_copy
@@ -165,11 +165,13 @@ class _Calibration:
             self.values[bits].enter(self.model, block)
         if self.config.round_jointly:
             self._round(number, block)
-        plain: dict[str, Moments] = {}
+        plain: dict[str, Reference] = {}
         after = self.float_values.copy()
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
         with watch_means(self.reference, bare) as means:
-            after.advance(self.reference, block, lambda name, x: plain.update({name: moments(x, name)}))
+            after.advance(self.reference, block, lambda name, x: plain.update({name: reference_of(x, name)}))
+        if block.layers:
+            after.weigh(block, self.layers[block.layers[-1]].kind.image_dims)
         if bare:
             self._correct_biases(block, means)
         if self.config.effort == "full" and block.layers:
@@ -182,7 +184,7 @@ class _Calibration:
         return BlockReport(name=block.name, layers=block.layers, error=error, error_before=before, seconds=seconds)
 
     def _go_on(
-        self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Moments]
+        self, block: Block, values: dict[int, Values], after: Values, plain: dict[str, Reference]
     ) -> dict[int, float]:
         """Let `values` go on over `block`; errors by width. Norms are corrected to the moments that `plain` has."""
         at_norm, errors = self._corrector(plain), {}
@@ -197,7 +199,7 @@ class _Calibration:
                 )
         return errors
 
-    def _corrector(self, plain: dict[str, Moments]) -> AtNorm:
+    def _corrector(self, plain: dict[str, Reference]) -> AtNorm:
         """What corrects the norms that a pass comes to, by the moments that `plain` has of them in float."""
         corrected: set[nn.Module] = set()  # one set may serve several widths: the highest decides
 
@@ -206,7 +208,9 @@ class _Calibration:
             assert isinstance(norm, SwitchableBatchNorm)
             if self.config.correct_norms and name in plain and norm.active not in corrected:
                 corrected.add(norm.active)
-                correct_norm(norm.active, self.reference.get_submodule(name), moments(inputs, name), plain[name])
+                wanted, weights = plain[name]
+                found = moments(inputs, name, weights)
+                correct_norm(norm.active, self.reference.get_submodule(name), found, wanted)
 
         return at_norm
 
@@ -215,8 +219,8 @@ class _Calibration:
         count = self.walk.batches_of(ROUNDING_SAMPLES)
         plain = self.float_values.first(count)
         quantized = {bits: values.first(count) for bits, values in self.values.items()}
-        found: dict[str, Moments] = {}
-        plain.copy().advance(self.reference, block, lambda name, x: found.update({name: moments(x, name)}))
+        found: dict[str, Reference] = {}
+        plain.copy().advance(self.reference, block, lambda name, x: found.update({name: reference_of(x, name)}))
         rounding = BlockRounding(self.model, self.reference, block, self.settings, self.config, seed=number)
         rounding.run(plain, quantized, _leave, lambda: self._corrector(found))
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bitdial.calibrate.positions import MOST_ENERGY
 from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, LINEAR, LayerKind, padding_around
 
 LEAST_ROWS, MOST_ROWS = 2048, 16384
@@ -58,3 +59,11 @@ def input_rows(kind: LayerKind, layer: Any, inputs: Sequence[Tensor], *, seed: i
         return torch.randperm(count, generator=generator)[:share].to(inputs[0].device)
 
     return torch.cat([ROWS[kind](layer, x, places) for x in inputs], dim=1)
+
+
+def held_back(rows: Tensor) -> Tensor:
+    """`rows` of images, in which a window of many times the usual energy counts as others do (see `positions`)."""
+    squares = rows.square()
+    usual = squares.mean(dim=1, keepdim=True).clamp_min_(1e-30)
+    energy = squares.div_(usual).mean(dim=(0, 2))
+    return rows * (MOST_ENERGY / energy.clamp_min_(MOST_ENERGY)).sqrt_()[:, None]

@@ -2,7 +2,8 @@
 
 Statistics estimated anew on a few hundred samples lose points by themselves. So they are corrected instead: by how much
 the mean of a norm's input has moved against the float model on the same samples, and by how many times its variance
-has grown. Each norm is corrected before the next layer runs.
+has grown. Each norm is corrected before the next layer runs. Both are moments in which a pixel of unusual energy counts
+as any other (see `positions`).
 """
 
 from collections.abc import Sequence
@@ -11,34 +12,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bitdial.calibrate.positions import Moments, moments_of, position_weights
 from bitdial.errors import QuantizationError
 
 _LEAST_VARIANCE = 1e-6  # of a channel, over the mean of all: below it there is nothing to compare
 
 
-class Moments(NamedTuple):
-    """Mean and variance of each channel (C,), float64."""
+class Reference(NamedTuple):
+    """What a norm reads in the float model: its moments, and the weights of pixels, batch by batch; None: all alike."""
 
-    mean: Tensor
-    variance: Tensor
+    moments: Moments
+    weights: list[Tensor] | None
 
 
-def moments(inputs: Sequence[Tensor], name: str) -> Moments:
-    """The moments of a norm's `inputs` (N, C, ...), all batches together."""
-    count, mean, squares = 0, torch.zeros(()), torch.zeros(())
-    for x in inputs:
-        rows = x.transpose(0, 1).flatten(1)
-        size, own = rows.shape[1], rows.mean(dim=1, dtype=torch.float64)
-        spread = rows.var(dim=1, correction=0).double() * size
-        if count == 0:
-            count, mean, squares = size, own, spread
-            continue
-        delta, total = own - mean, count + size
-        squares = squares + spread + delta.square() * (count * size / total)
-        mean, count = mean + delta * (size / total), total
-    if not bool((torch.isfinite(mean) & torch.isfinite(squares)).all()):
+def reference_of(inputs: Sequence[Tensor], name: str) -> Reference:
+    """The moments of what a norm reads in the float model, with pixels of unusual energy held back."""
+    weights = position_weights(inputs, 1) if inputs[0].dim() > 3 else None
+    return Reference(moments(inputs, name, weights), weights)
+
+
+def moments(inputs: Sequence[Tensor], name: str, weights: Sequence[Tensor] | None = None) -> Moments:
+    """The moments of a norm's `inputs` (N, C, ...), all batches together; pixels have `weights` (N, 1, ...)."""
+    found = moments_of(inputs, 1, weights)
+    if not bool((torch.isfinite(found.mean) & torch.isfinite(found.variance)).all()):
         raise QuantizationError(f"norm {name!r}: its input holds NaN or infinity; check the batches and the weights")
-    return Moments(mean, squares / count)
+    return found
 
 
 @torch.no_grad()

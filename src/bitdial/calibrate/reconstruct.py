@@ -7,7 +7,8 @@ The loss is
 
     sum over widths of importance * log(error + tolerance),    error = |out - float out|^2 / |float out|^2
 
-so that each width counts by its relative error, and one that is good already does not hold the others back.
+so that each width counts by its relative error, and one that is good already does not hold the others back. Pixels
+with huge values count as any others in an error (see `positions`).
 
 As in QDrop, quantisation is dropped at random: in each iteration a share of what the block reads, and of the
 activations inside it, is as in float.
@@ -95,6 +96,7 @@ class Reconstruction:
         reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
         mixable = plain.is_mixable(reads) and after.is_mixable([node])
         samples = sum(len(batch[node]) for batch in after.batches) if mixable else len(after.batches)
+        weights: Any = torch.cat(after.weights) if mixable and after.weights is not None else after.weights
         with self._dropping():
             for iteration in range(config.iterations):
                 for group in optimizer.param_groups:
@@ -102,11 +104,13 @@ class Reconstruction:
                 chosen: Any = torch.randperm(samples, generator=self.generator, device=self.generator.device)
                 chosen = chosen[: config.batch_size] if mixable else int(chosen[0])
                 given, wanted = plain.take(reads, chosen), after.take([node], chosen)[node]
+                counts = 1.0 if weights is None else weights[chosen]
                 errors = {}
                 for bits, plan in self.settings.items():
                     set_bits(self.model, plan)
                     mixed = self._mixed(quantized[bits].take(reads, chosen), given)
-                    errors[bits] = (run(self.model, block.nodes, mixed)[node] - wanted).square().mean() / energy
+                    apart = (run(self.model, block.nodes, mixed)[node] - wanted).square() * counts
+                    errors[bits] = apart.mean() / energy
                     (config.importance_of(bits) * torch.log(errors[bits] + config.tolerance)).backward()
                 self._take_gradients()
                 optimizer.step()
@@ -173,5 +177,7 @@ def _size(parameter: Tensor) -> Tensor:
 
 
 def _energy(values: Values, node: Any) -> float:
-    total = sum(float(batch[node].double().square().sum()) for batch in values.batches)
+    """The mean square of the values of `node`, weighted as its errors are."""
+    weights: Any = [1.0] * len(values.batches) if values.weights is None else values.weights
+    total = sum(float((b[node].double().square() * w).sum()) for b, w in zip(values.batches, weights, strict=True))
     return max(total / sum(batch[node].numel() for batch in values.batches), 1e-30)

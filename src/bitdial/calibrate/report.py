@@ -8,7 +8,8 @@ from typing import Any, Self
 class BlockReport:
     """One block: its layers, and by width how far its output is from the float model's.
 
-    An error is |out - float out|^2 / |float out|^2 over all samples. Each width is fed by what the blocks before it
+    An error is |out - float out|^2 / |float out|^2 over all samples; pixels whose values are many times as large
+    as elsewhere are held back. Each width is fed by what the blocks before it
     give at that width. `error_before` is that before weights were learned; empty if none were.
     """
 

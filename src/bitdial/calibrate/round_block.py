@@ -11,7 +11,7 @@ from bitdial import functional as bf
 from bitdial.calibrate.biases import followed_by_norm
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
-from bitdial.calibrate.input_rows import ROWS, input_rows
+from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
 from bitdial.calibrate.rounding import Setting, Target, round_jointly
 from bitdial.calibrate.values import AtNorm, ReachedError, Values
 from bitdial.dial.dial import resolve_plan, set_bits
@@ -19,9 +19,9 @@ from bitdial.dial.plan import BitPlan
 from bitdial.nn import QuantLayer
 
 Moments = tuple[Tensor, Target | None]  # second moments of inputs, and what the layer should make of them
+SHARE = 0.3  # of the tolerance for a block: a layer is one of several in it
 PLAIN = 0  # the "width" of the float model
 ROWS_FOR_TARGET = 2  # for each input of a layer: with fewer, what was seen would be learned by heart
-SHARE = 0.1  # of the tolerance for a block: a layer is one of several in it
 
 
 def can_round(layer: nn.Module) -> bool:
@@ -114,7 +114,8 @@ class BlockRounding:
 
         def rows(given: Sequence[Tensor]) -> Tensor:
             found = input_rows(layer.kind, layer, given, seed=self.seed)
-            return found - found.mean(dim=1, keepdim=True) if centred else found
+            found = found - found.mean(dim=1, keepdim=True) if centred else found
+            return held_back(found) if layer.kind.image_dims else found
 
         made = list[Setting]()
         for width, plan in self.settings.items():

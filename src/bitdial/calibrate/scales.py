@@ -4,8 +4,9 @@ The error of a weight matters by how large its input is. So in Linear layers it 
 
 An activation scale of least squared error clips what is rare. That is not always right: what is clipped in many
 channels at once adds up in the sums of a layer, where rounding errors cancel out. So scales around it are tried, and
-the one of least error in the layer's output is taken, each output channel measured by its own variance. The clip ratios
-of dynamic activations are chosen alike.
+the one of least error in the layer's output is taken, each output channel measured by its own variance. A pixel of
+unusual energy counts as any other (see `positions`): scales need not reach as far as its values. The clip ratios of
+dynamic activations are chosen alike.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitdial import functional as bf
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.positions import position_weights
 from bitdial.nn import ActivationQuantizer, QuantLayer
 from bitdial.nn.layer_kinds import LINEAR
 from bitdial.prepare.activation_ranges import observe_inputs
@@ -24,7 +26,7 @@ from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.initial_scales import act_quantizer_of, weight_scales
 from bitdial.prepare.model_call import Batch, call
 
-FACTORS = (1.0, 0.7, 0.84, 1.2, 1.45, 1.75, 2.1)
+FACTORS = (1.0, 0.25, 0.35, 0.5, 0.7, 0.84, 1.2, 1.45, 1.75, 2.1)
 SAMPLES = 64
 _DAMPING = 0.01
 
@@ -105,16 +107,18 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
         widths = layer.bit_choices if layer.fixed_bits is None else (layer.fixed_bits,)
 
         def record(module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
-            rest = [dim for dim in range(out.dim()) if dim != out.dim() - 1 - layer.kind.image_dims]
+            channels = out.dim() - 1 - layer.kind.image_dims
+            rest = [dim for dim in range(out.dim()) if dim != channels]
             spread = out.var(dim=rest, keepdim=True, correction=0)
             spread = torch.where(spread > 0, spread, out.square().mean() + 1e-30)
+            weights = (position_weights([out], channels)[0] if layer.kind.image_dims > 1 else 1.0) / spread
             for bits in widths:
                 tried = []
                 for factor in FACTORS:
                     scale, zero_point = quantizer.scales[str(bits)] * factor, quantizer.zero_point_of(bits)
                     x = bf.fake_quantize_activation(args[0], scale, zero_point, bits=bits, kind=quantizer.kind)
                     found = layer.kind.product(module, x, module.weight, module.bias)
-                    tried.append(((found - out).square() / spread).mean())
+                    tried.append((found.sub_(out).square_().mul_(weights)).mean())
                 errors[name, bits] = errors.get((name, bits), 0) + torch.stack(tried)
 
         return record

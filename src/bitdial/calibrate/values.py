@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.positions import position_weights
 from bitdial.calibrate.steps import Skip, skipping
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
@@ -53,6 +54,7 @@ class Values:
 
     def __init__(self, batches: Sequence[Environment]):
         self.batches = [dict(batch) for batch in batches]
+        self.weights: list[Tensor] | None = None
         self._joined: dict[fx.Node, Tensor] = {}
 
     def copy(self) -> "Values":
@@ -74,6 +76,7 @@ class Values:
         inputs, and may change it. A ReachedError in a batch ends it for all of them.
         """
         self._joined.clear()
+        self.weights = None
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
@@ -96,12 +99,20 @@ class Values:
                 del batch[node]
         return whole
 
+    def weigh(self, block: Block, image_dims: int) -> None:
+        """Weigh the pixels of what `block` gave, for distances from it, if it is images of `image_dims` dimensions."""
+        given = [batch[block.made[-1]] for batch in self.batches]
+        if image_dims > 1 and all(isinstance(x, Tensor) and x.dim() == image_dims + 2 for x in given):
+            self.weights = position_weights(given, 1)
+
     def distance(self, other: "Values", block: Block) -> float:
-        """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y."""
+        """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y; with the weights of `other`, if any."""
         node, apart, size = block.made[-1], 0.0, 0.0
-        for own, wanted in zip(self.batches, other.batches, strict=True):
+        for place, (own, wanted) in enumerate(zip(self.batches, other.batches, strict=True)):
             x, y = own[node].double(), wanted[node].double()
-            apart, size = apart + float((x - y).square().sum()), size + float(y.square().sum())
+            weights = 1.0 if other.weights is None else other.weights[place]
+            apart += float(((x - y).square() * weights).sum())
+            size += float((y.square() * weights).sum())
         return apart / max(size, 1e-30)
 
     def is_mixable(self, nodes: Sequence[fx.Node]) -> bool:
