@@ -158,7 +158,7 @@ def test_embeddings_stay_in_their_own_dtype_unless_they_are_trained(
 
 def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None:
     """Its file loads on the plain model, and can be gone on from."""
-    first = llm(changed(options, rotate=True, activations="signed"))
+    first = llm(changed(options, rotate=True, activations="dynamic"))
     assert bitdial.read_artifact(first.artifact).manifest["rotation"]
     level = first.metrics["float_perplexity"]
     assert first.metrics["start_perplexity"]["8"] == pytest.approx(level, rel=0.1)
@@ -169,7 +169,7 @@ def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None
     again = changed(options, calibrated=first.artifact, name="again", bit_choices=LlmOptions.bit_choices, group_size=32)
     second = llm(changed(again, lr=1e-9))
     assert second.metrics["start_perplexity"]["2"] == pytest.approx(first.metrics["perplexity"]["2"], rel=1e-4)
-    assert second.rows[0]["activations"] == "signed"
+    assert second.rows[0]["activations"] == "dynamic"
 
 
 def test_lower_widths_can_weigh_more(options: LlmOptions) -> None:

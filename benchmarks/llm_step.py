@@ -1,0 +1,126 @@
+"""What a joint step of a language model costs beside float steps: time and memory.
+
+    python benchmarks/llm_step.py                        # SmolLM2-135M's shape, random weights; results/llm-step.json
+    python benchmarks/llm_step.py --model DIR            # the model of a transformers folder
+
+A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. A joint step has the float model's
+logits and each width's forward, divergence, backward and update. `ratio` is its time over that of one float step for
+each width, `memory_ratio` its peak memory, with the float model's, over that of a float step (on a GPU).
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timing import command
+from torch import Tensor, nn
+
+from bitdial import JointStep, QuantConfig, TrainConfig, prepare
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2 = {
+    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def float_model(folder: Path | None, **shape: Any) -> nn.Module:
+    """The model of a folder, or one of that shape with random weights."""
+    import transformers
+
+    if folder is not None:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    model.config.use_cache = False  # type: ignore[union-attr]
+    return model
+
+
+def logits_of(returned: Any) -> Tensor:
+    """(tokens, vocabulary)."""
+    flat: Tensor = returned.logits.flatten(0, 1)
+    return flat
+
+
+def measure(model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds: int) -> dict[str, Any]:
+    """Seconds and bytes of both kinds of steps on `tokens` (rows, length + 1)."""
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    on_gpu = inputs.is_cuda
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=on_gpu)
+
+    def float_step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=on_gpu):
+            logits = logits_of(model.train()(inputs))
+            loss = F.cross_entropy(logits.float(), targets.flatten())
+        loss.backward()
+        optimizer.step()
+
+    plain = timed(float_step, rounds, on_gpu)
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    config = QuantConfig(bit_choices=widths, group_size=32, activations="float", start="max")
+    prepared = prepare(model, config, inputs[:1])
+    settings = TrainConfig(epochs=1, lr=1e-5, distill="teacher", distill_weight=1.0, cuda_graph=False, fused=False)
+    step = JointStep(prepared, settings, steps_per_epoch=10 * rounds, teacher=model, output=logits_of)
+    joint = timed(lambda: step(inputs, None), rounds, on_gpu)
+    return {
+        "float": plain,
+        "joint": joint,
+        "ratio": joint["seconds"] / plain["seconds"] / len(widths),
+        "memory_ratio": joint["bytes"] / plain["bytes"] if on_gpu else None,
+        "tokens_a_second": inputs.numel() / joint["seconds"],
+    }
+
+
+def timed(run: Callable[[], object], rounds: int, on_gpu: bool) -> dict[str, Any]:
+    """The median time of a call, after two to warm up, and on a GPU the most memory."""
+    seconds = []
+    for number in range(rounds + 2):
+        if on_gpu and number == 2:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    most = torch.cuda.max_memory_allocated() if on_gpu else None
+    return {"seconds": statistics.median(seconds[2:]), "bytes": most}
+
+
+def main() -> None:
+    """Measure, print, and write the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a transformers folder")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 3, 2])
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "llm-step.json")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = float_model(options.model, **SMOLLM2).to(device)
+    vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    tokens = torch.randint(0, vocabulary, (options.batch, options.length + 1), device=device)
+    found = measure(model, tokens, tuple(options.bits), rounds=options.rounds)
+    row = {
+        "model": "SmolLM2-135M's shape" if options.model is None else options.model.resolve().name,
+        "bit_choices": options.bits, "batch": options.batch, "length": options.length, **found,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__, "seed": 0, "command": command(),
+    }  # fmt: skip
+    options.results.write_text(json.dumps([row], indent=1) + "\n")
+    times = f"float {found['float']['seconds']:.3f} s, joint {found['joint']['seconds']:.3f} s"
+    print(f"{times}: {found['ratio']:.2f} float steps a width")
+
+
+if __name__ == "__main__":
+    main()
