@@ -10,7 +10,7 @@ def test_a_position_counts_by_its_energy_over_the_usual() -> None:
     mean, variance = x.double().mean(dim=0), x.double().var(dim=0, correction=0)
     energy = ((x - mean).square() / variance).mean(dim=1)
     wanted = (MOST_ENERGY / energy).clamp_max(1.0).float()
-    assert float(wanted[7]) < 0.02
+    assert float(wanted[7]) < 0.05
     assert int((wanted < 1).sum()) == 1
     found = position_weights(x.split([50, 150]), 1)
     torch.testing.assert_close(torch.cat(found), wanted[:, None], rtol=1e-4, atol=0)

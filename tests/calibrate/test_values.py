@@ -61,7 +61,7 @@ def test_the_distance_is_relative() -> None:
     other.batches[0][node] = huge.clamp(-5, 5)
     assert other.distance(plain, walk.blocks[0]) > 0.7
     plain.weigh(walk.blocks[0], 2)
-    assert other.distance(plain, walk.blocks[0]) < 0.2, "one position of 128"
+    assert other.distance(plain, walk.blocks[0]) < 0.35, "one position of 128"
 
 
 def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_ENERGY = 2.0  # of a pixel, in means of all, up to which it counts as it is
+MOST_ENERGY = 4.0  # of a pixel, in means of all, up to which it counts as it is
 
 
 class Moments(NamedTuple):
