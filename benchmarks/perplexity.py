@@ -63,12 +63,14 @@ def measure(
     config: QuantConfig,
     device: str,
     *,
-    rotated: bool = False,
+    rotated: str | None = None,
     calibration: Calibration | None = None,
 ) -> dict[str, Any]:
     """The perplexity of `model` in float and of its file at each width, rotated or not; the file's bytes."""
     started = time.monotonic()
-    prepared = prepare(rotate(model) if rotated else model, config, {"input_ids": rows[:1, :64]}).to(device)
+    prepared = prepare(rotate(model, residual=rotated) if rotated else model, config, {"input_ids": rows[:1, :64]}).to(
+        device
+    )
     if calibration is not None:
         calibration.run(prepared)
     seconds = time.monotonic() - started
@@ -130,7 +132,7 @@ def add_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _measured(record: dict[str, Any]) -> tuple[Any, ...]:
     """What a record is of: a later one of the same takes its place."""
-    return record["model"], record["config"], record.get("rotated", False), record.get("calibrated")
+    return record["model"], record["config"], record.get("rotated"), record.get("calibrated")
 
 
 def _calibration(options: argparse.Namespace, tokenizer: Any) -> Calibration:
@@ -162,7 +164,9 @@ def main() -> None:
     parser.add_argument(
         "--embedding-bits", type=int, help="embedding and head at this width; else a tied pair is float"
     )
-    parser.add_argument("--rotate", action="store_true", help="rotate the model first, see bitdial.rotate")
+    parser.add_argument(
+        "--rotate", choices=("merged", "online"), nargs="?", const="merged", help="rotate first, see bitdial.rotate"
+    )
     parser.add_argument("--calibrate", choices=("quick", "full"), help="calibrate on the beginning of the text")
     parser.add_argument("--calibration-rows", type=int, default=16)
     parser.add_argument("--calibration-batch", type=int, default=4, help="rows that go through the model at a time")

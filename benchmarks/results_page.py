@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import imagenet_results
+import language_results
 import mixed_results
 import paper_numbers as paper
 import result_rows
@@ -315,7 +316,7 @@ def make_page(
     figures: Iterable[str] = (),
     mixed: Iterable[Row] = (),
     cost: Iterable[Row] = (),
-    imagenet: str = "",
+    pretrained: Iterable[str] = (),
 ) -> str:
     """The whole page as text."""
     groups = group(rows)
@@ -356,7 +357,7 @@ def make_page(
         mixed_results.TEXT,
         mixed_results.section(mixed) or NO_RUN,
         figures_of(6, figures),
-        imagenet,
+        *pretrained,
         SPEED,
         speed_table(speed) if speed else NO_RUN,
     ]
@@ -401,7 +402,8 @@ def current_page() -> str:
     speed, cost = (result_rows.read_measured(RESULTS / f"{name}-h200.json") for name in ("train-step", "training-cost"))
     files = (imagenet_results.CALIBRATED, imagenet_results.MIXED)
     imagenet = imagenet_results.section(*(imagenet_results.read_rows(RESULTS / name) for name in files))
-    return make_page(rows, speed, figures, mixed, cost, imagenet)
+    language = language_results.section(imagenet_results.read_rows(RESULTS / language_results.FILE))
+    return make_page(rows, speed, figures, mixed, cost, (imagenet, language))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ PUBLIC = [
     "evaluate",
     "evaluate_language",
     "evaluate_plans",
+    "export_compressed_tensors",
     "export_onnx",
     "export_pretrained",
     "get_bits",

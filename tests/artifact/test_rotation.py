@@ -20,7 +20,7 @@ ONLINE = {
     "embed": {"form": "turn", "size": 8},
     "norm": {"form": "turn_back", "size": 8},
 }
-ENTRY = {"seed": 0, "residual": True, "values": True, "untied": ["head"], "online": ONLINE}
+ENTRY = {"seed": 0, "residual": "merged", "values": True, "untied": ["head"], "online": ONLINE}
 
 
 class Net(nn.Module):
@@ -66,7 +66,8 @@ HOSTILE: list[tuple[Change, str]] = [
     (lambda r: r.update(seed=True), "seed is True, which is not of the right type"),
     (lambda r: r.update(seed=-1), "seed=-1 is out of range"),
     (lambda r: r.update(seed=1 << 80), "is out of range"),
-    (lambda r: r.update(residual=1), "residual is 1"),
+    (lambda r: r.update(residual=True), "residual is True, expected 'merged', 'online' or null"),
+    (lambda r: r.update(residual=["merged"]), "residual is .*expected 'merged'"),
     (lambda r: r.update(values=None), "values is None"),
     (lambda r: r.update(untied="head"), "untied is 'head'"),
     (lambda r: r.update(untied=[1]), r"untied=\[1\] is no list of names"),

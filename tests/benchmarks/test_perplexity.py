@@ -33,8 +33,10 @@ def test_widths_of_one_file_beside_float(perplexity: Any, monkeypatch: pytest.Mo
     found = perplexity.measure(model, rows, quant, "cpu")
     assert found["ratio"]["8"] == pytest.approx(1, abs=1e-3)
     assert abs(found["ratio"]["2"] - 1) > 1e-3
-    monkeypatch.setattr(perplexity, "rotate", lambda model: rotate(model, down_block=32))  # 96 is no multiple of 64
-    rotated = perplexity.measure(model, rows, quant, "cpu", rotated=True)
+    monkeypatch.setattr(
+        perplexity, "rotate", lambda model, **how: rotate(model, **how, down_block=32)
+    )  # 96 is no multiple of 64
+    rotated = perplexity.measure(model, rows, quant, "cpu", rotated="merged")
     assert rotated["ratio"]["8"] == pytest.approx(1, abs=1e-3)
     assert rotated["ratio"]["2"] != found["ratio"]["2"]
     settings = perplexity.Calibration(CalibrateConfig(), torch.randint(0, 64, (33, 8)), 16)

@@ -47,8 +47,24 @@ def test_kinds_without_rows_are_left_out() -> None:
 def test_a_window_of_huge_values_counts_as_others_do() -> None:
     rows = torch.randn(2, 400, 9, generator=torch.Generator().manual_seed(0))
     rows[:, 7] *= 40
-    held = held_back(rows)
+    held = held_back(rows, rows, images=True)
     own = (held.square() / rows.square().mean(dim=1, keepdim=True)).mean(dim=(0, 2))
     assert abs(float(own[7]) - module.MOST_ENERGY) < 1e-3
     others = torch.arange(400) != 7
     assert torch.equal(held[:, others], rows[:, others])
+    assert torch.equal(held_back(rows[:, :, :1] * 2, rows, images=True), held[:, :, :1] * 2), "as in float"
+
+
+def test_a_token_of_huge_values_in_one_channel_counts_as_others_do() -> None:
+    rows = torch.randn(1, 400, 64, generator=torch.Generator().manual_seed(0))
+    rows[:, 7, 3] = 500
+    held = held_back(rows, rows, images=False)
+    energy = held.square().sum(dim=2)[0]
+    assert abs(float(energy[7] / energy.median()) - module.MOST_TOKEN_ENERGY) < 0.1
+    others = torch.arange(400) != 7
+    assert torch.equal(held[:, others], rows[:, others])
+    assert torch.equal(held_back(rows * 2, rows, images=False), held * 2), "as in float"
+    assert not held_back(torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), images=False).any()
+    sparse = torch.zeros(1, 9, 3)
+    sparse[0, 0] = 1
+    assert torch.isfinite(held_back(sparse, sparse, images=False)).all()

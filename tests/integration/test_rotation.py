@@ -58,19 +58,20 @@ def prepared(model: nn.Module, **settings: Any) -> nn.Module:
     return ready.eval()
 
 
-@pytest.mark.parametrize("ends", ["apart", "tied", "untied"])
-@pytest.mark.parametrize("activations", ["float", "auto"])
+@pytest.mark.parametrize("ends", ["apart", "tied", "untied", "online"])
+@pytest.mark.parametrize("activations", ["float", "auto", "dynamic"])
 def test_the_whole_path(tmp_path: Path, ends: str, activations: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = llama(tie_word_embeddings=ends != "apart")
-    rotated = rotate(plain, untie=ends == "untied")
+    rotated = rotate(plain, untie=ends == "untied", residual="online" if ends == "online" else "merged")
     model = prepared(rotated, activations=activations, group_size=32)
     path = tmp_path / "model.safetensors"
     save(model, path)
     entry = read_artifact(path).manifest["rotation"]
-    assert len(entry["online"]) == (4 if ends == "tied" else 2)
+    assert len(entry["online"]) == {"apart": 2, "tied": 4, "untied": 2, "online": 6}[ends]
     assert entry["untied"] == (["lm_head"] if ends == "untied" else [])
     assert main(["inspect", str(path)]) == 0
-    assert f"residual, values in the weights, {len(entry['online'])} modules online" in capsys.readouterr().out
+    merged = "values" if ends == "online" else "residual, values"
+    assert f"  {merged} in the weights, {len(entry['online'])} modules online" in capsys.readouterr().out
     trainable = load_trainable(path, plain)
     save(trainable, tmp_path / "again")
     assert read_artifact(tmp_path / "again").manifest["rotation"] == entry
@@ -83,10 +84,10 @@ def test_the_whole_path(tmp_path: Path, ends: str, activations: str, capsys: pyt
         for live in lives:
             set_bits(live, bits)
             assert torch.equal(logits(live), logits(model))
-        if activations == "auto":
+        if activations != "float":
             exact[bits] = logits(code_exact(lives[0]))
     assert lives[3].generate(input_ids=IDS, max_new_tokens=2, do_sample=False).shape[1] > IDS.shape[1]
-    if activations == "auto":
+    if activations != "float":
         integer = load(path, plain, kernels="integer")
         for bits in WIDTHS:
             set_bits(integer, bits)

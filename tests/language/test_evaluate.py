@@ -94,6 +94,8 @@ def test_what_is_refused(live: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer is of another model"):
         evaluate_language(live, rows=rows + 100)
     questions = read_questions(write_tasks(tmp_path), ["piqa"])
+    with pytest.raises(ConfigError, match="give the model's tokenizer"):
+        evaluate_language(live, questions=questions)
     with pytest.raises(ConfigError, match="task='mine' is not known"):
         evaluate_language(live, words, questions={"mine": questions["piqa"]})
 

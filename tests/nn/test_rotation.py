@@ -21,7 +21,7 @@ from bitdial.nn.rotation import (
 )
 
 ENTRY = {
-    "seed": 4, "residual": True, "values": False, "untied": ["head"],
+    "seed": 4, "residual": "merged", "values": False, "untied": ["head"],
     "online": {"down": {"form": "hadamard", "size": 4}, "embed": {"form": "turn", "size": 6},
                "norm": {"form": "turn_back", "size": 6}},
 }  # fmt: skip
@@ -91,6 +91,8 @@ def test_models_that_do_not_fit() -> None:
 
     for entry, message in (
         (changed("down", size=16), "'down': a hadamard of size 16 in the file does not fit the Linear of width 8"),
+        (changed("norm", form="turn", size=4), "'norm': a turn of size 4 .* RMSNorm of width 6"),
+        (changed("norm", size=2), "'norm': a hadamard of size 2 .* RMSNorm"),
         (changed("embed", size=2), "'embed': a hadamard of size 2 .* Embedding"),
         (changed("embed", form="turn", size=8), "'embed': a turn of size 8"),
         (changed("up", form="turn", size=6), "'up': a turn of size 6 .* Linear"),

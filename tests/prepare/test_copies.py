@@ -147,3 +147,16 @@ def test_mixed_dtypes_become_float32_wherever_they_are(tmp_path: Path, caplog: p
         assert {y.dtype for y in expected} == {torch.float32}
         save(model, tmp_path / "m")
         assert same(outputs(load(tmp_path / "m", given)), expected)
+
+
+def test_hooks_of_parameters_are_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    model = made()
+    prepare(model, CONFIG, IMAGES)
+    assert "hooks of parameters" not in caplog.text
+    model.a.weight.register_hook(lambda gradient: 0 * gradient)
+    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    ready = prepare(model, CONFIG, IMAGES)
+    assert "the hooks of parameters ('a.weight', 'head.bias') are not in the prepared copy" in caplog.text
+    before = ready.a.weight.clone()
+    trained(ready)
+    assert not torch.equal(ready.a.weight, before), "a mask is lost"

@@ -1,7 +1,7 @@
 """Rotated decoders compute what they did, and what cannot be rotated is refused."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, prepare, rotate
 from bitdial.errors import ConfigError
-from bitdial.functional.rotation import largest_block
-from bitdial.nn.rotation import BlockHadamard, RotatedInput, RotatedOutput, is_rotated
+from bitdial.nn.rotation import BlockHadamard, RotatedInput, RotatedOutput, Turn, is_rotated
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -76,8 +75,9 @@ def test_logits_are_unchanged(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_part_by_itself() -> None:
     model = decoder("Qwen2", torch.float64)
     for parts in (
-        {"residual": False, "values": False},
-        {"residual": False, "down_block": None},
+        {"residual": None, "values": False},
+        {"residual": None, "down_block": None},
+        {"residual": "online", "values": False, "down_block": None},
         {"values": False, "down_block": None},
         {"down_block": 2, "seed": 3},
         {"down_block": 128},  # sqrt(128) is no power of two
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused() -> None:
     cases: list[tuple[nn.Module, dict[str, Any], str]] = [
         (rotated, {}, "the model is rotated already"),
         (prepare(llama, QuantConfig(start="max"), {"input_ids": IDS}), {}, "the model is prepared already"),
-        (decoder("Gemma2"), {}, "has a 'post_feedforward_layernorm'.*residual=False"),
+        (decoder("Gemma2"), {}, "has a 'post_feedforward_layernorm'.*residual='online'"),
         (nn.Sequential(nn.Linear(4, 4)), {}, "a Sequential is no decoder with an 'lm_head'"),
         (llama.model, {}, "a LlamaModel is no decoder with an 'lm_head'"),
         (decoder("Phi3", pad_token_id=0), {}, "has no 'q_proj'; rotate.. knows models like Llama"),
@@ -166,14 +166,26 @@ def test_what_does_not_fit_is_refused() -> None:
         (llama, {"down_block": True}, "down_block=True is not a power of two"),
         (llama, {"down_block": 256}, "no multiple of down_block=256; the largest block that fits is 128"),
         (llama, {"seed": -1}, "seed=-1"),
-        (llama, {"residual": False, "values": False, "down_block": None}, "nothing is left to rotate"),
+        (llama, {"residual": True}, "residual=True is not 'merged', 'online' or None"),
+        (llama, {"residual": None, "values": False, "down_block": None}, "nothing is left to rotate"),
         (copy.deepcopy(llama).to("meta"), {}, "meta device"),
     ]
     for model, settings, message in cases:
         with pytest.raises(ConfigError, match=message):
             rotate(model, **settings)
-    assert largest_block(128) == 128
-    assert difference(decoder("Gemma2"), rotate(decoder("Gemma2"), residual=False)) < 2e-5
+
+
+def test_rotations_behind_norms() -> None:
+    """Gains stay where they are, norms behind layers are no hindrance, and a tie is not touched."""
+    for kind in (*MODELS, "Gemma2"):
+        model = decoder(kind, tie_word_embeddings=True)
+        rotated = rotate(model, residual="online")
+        assert difference(model, rotated) < 2e-5, kind
+        assert rotated.lm_head.weight is rotated.model.embed_tokens.weight
+        assert isinstance(rotated.model.embed_tokens, nn.Embedding)
+        behind = [m for m in rotated.modules() if isinstance(m, RotatedOutput)]
+        assert [cast(Turn, m.rotation).size for m in behind] == [48] * 4
+        assert torch.equal(rotated.model.layers[0].input_layernorm.weight, model.model.layers[0].input_layernorm.weight)
 
 
 def test_a_model_that_computes_more_is_refused() -> None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 from bitdial.errors import ArtifactError
-from bitdial.nn.rotation import BESIDE, HADAMARD
+from bitdial.nn.rotation import BESIDE, HADAMARD, RESIDUAL
 
-FIELDS = {"seed": int, "residual": bool, "values": bool, "untied": list, "online": dict}
+FIELDS: dict[str, type] = {"seed": int, "residual": object, "values": bool, "untied": list, "online": dict}
 
 
 def check_rotation(entry: dict[str, Any]) -> None:
@@ -13,10 +13,12 @@ def check_rotation(entry: dict[str, Any]) -> None:
     if set(entry) != {*FIELDS}:
         raise ArtifactError(f"rotation: it is no JSON object of {', '.join(FIELDS)}")
     for field, kind in FIELDS.items():
-        if type(entry[field]) is not kind:
+        if kind is not object and type(entry[field]) is not kind:
             raise ArtifactError(f"rotation: {field} is {entry[field]!r}, which is not of the right type")
     if not 0 <= entry["seed"] < 1 << 63:
         raise ArtifactError(f"rotation: seed={entry['seed']} is out of range")
+    if entry["residual"] not in RESIDUAL:
+        raise ArtifactError(f"rotation: residual is {entry['residual']!r}, expected 'merged', 'online' or null")
     untied, online = entry["untied"], entry["online"]
     if not all(isinstance(name, str) and name for name in untied) or len({*untied}) < len(untied):
         raise ArtifactError(f"rotation: untied={untied!r} is no list of names, each once")

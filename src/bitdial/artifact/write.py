@@ -69,10 +69,36 @@ def save(
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
+    tensors, entries = _contents(model, layers)
+    _check_plans(model, plans or {})
+    if sensitivity is not None:
+        if not isinstance(sensitivity, Sensitivity):
+            raise ArtifactError(f"sensitivity is a {type(sensitivity).__name__}; give what hessian_trace returns")
+        check_sensitivity(sensitivity, entries["layers"])
+    first_layer = next(iter(layers.values()))
+    manifest = {
+        "kind": "artifact",
+        "version": VERSION,
+        "written_by": f"bitdial {__version__}",
+        "scheme": first_layer.weight_quantizer.scheme,
+        "ties": first_layer.weight_quantizer.ties,
+        "bit_choices": list(first_layer.bit_choices),
+        **{key: entries.pop(key) for key in ("layers", "norms", "aliases")},
+        "architecture": _architecture(model),
+        "plans": {name: plan.to_dict() for name, plan in (plans or {}).items()},
+        "metrics": dict(metrics or {}),
+        "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
+    }
+    manifest |= {key: entry for key, entry in entries.items() if entry}
+    return _write(path, tensors, manifest, model)
+
+
+def _contents(model: nn.Module, layers: dict[str, QuantLayer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of the file, and the entries of the manifest that say what they are and what the model is."""
     norms = {n: m for n, m in model.named_modules() if isinstance(m, SwitchableBatchNorm)}
+    sites = {n: m for n, m in model.named_modules() if isinstance(m, ActivationSite)}
     layer_tensors, table = _layer_table(layers)
     norm_tensors, norm_table = _norm_table(norms, layers)
-    sites = {n: m for n, m in model.named_modules() if isinstance(m, ActivationSite)}
     site_tensors, site_table = _site_table(sites, layers)
     floats, aliases = float_state(model, (*layers.values(), *norms.values(), *sites.values()))
     tensors = {
@@ -82,39 +108,18 @@ def save(
         **{f"{FLOAT}{key}": tensor for key, tensor in floats.items()},
     }
     _check_values(tensors)
-    widened = shorten(model, layers, tensors)
-    _check_plans(model, plans or {})
-    if sensitivity is not None:
-        if not isinstance(sensitivity, Sensitivity):
-            raise ArtifactError(f"sensitivity is a {type(sensitivity).__name__}; give what hessian_trace returns")
-        check_sensitivity(sensitivity, table)
-    first_layer = next(iter(layers.values()))
-    manifest = {
-        "kind": "artifact",
-        "version": VERSION,
-        "written_by": f"bitdial {__version__}",
-        "scheme": first_layer.weight_quantizer.scheme,
-        "ties": first_layer.weight_quantizer.ties,
-        "bit_choices": list(first_layer.bit_choices),
+    report = getattr(model, REPORT, None)
+    return tensors, {
         "layers": table,
         "norms": norm_table,
         "aliases": aliases,
-        "architecture": _architecture(model),
-        "plans": {name: plan.to_dict() for name, plan in (plans or {}).items()},
-        "metrics": dict(metrics or {}),
-        "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
-    }
-    report = getattr(model, REPORT, None)
-    optional = {
         "decomposed": decomposed_modules(model),
         "rotation": rotation_entry(model),
-        "widened": widened,
+        "widened": shorten(model, layers, tensors),
         "sites": site_table,
         "graph": graph_entry(model, (*layers, *norms)),
         "report": report.to_dict() if isinstance(report, ModelReport) else None,
     }
-    manifest |= {key: entry for key, entry in optional.items() if entry}
-    return _write(path, tensors, manifest, model)
 
 
 def _check_plans(model: nn.Module, plans: Mapping[str, BitPlan]) -> None:

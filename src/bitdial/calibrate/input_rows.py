@@ -17,6 +17,7 @@ from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, LINEAR, LayerKind, pa
 
 LEAST_ROWS, MOST_ROWS = 2048, 16384
 ROWS_PER_INPUT = 16
+MOST_TOKEN_ENERGY = 10.0  # in medians of all tokens
 
 
 def _tokens(layer: Any, x: Tensor, places: Callable[[int], Tensor]) -> Tensor:
@@ -61,9 +62,19 @@ def input_rows(kind: LayerKind, layer: Any, inputs: Sequence[Tensor], *, seed: i
     return torch.cat([ROWS[kind](layer, x, places) for x in inputs], dim=1)
 
 
-def held_back(rows: Tensor) -> Tensor:
-    """`rows` of images, in which a window of many times the usual energy counts as others do (see `positions`)."""
-    squares = rows.square()
-    usual = squares.mean(dim=1, keepdim=True).clamp_min_(1e-30)
-    energy = squares.div_(usual).mean(dim=(0, 2))
-    return rows * (MOST_ENERGY / energy.clamp_min_(MOST_ENERGY)).sqrt_()[:, None]
+def held_back(rows: Tensor, like: Tensor, *, images: bool) -> Tensor:
+    """`rows` (groups, samples, inputs), in which one of many times the usual energy counts as others do.
+
+    Of `images` these are windows whose channels are large in relation to the channel's mean (see `positions`). Else
+    they are tokens of a language model, of which some are a thousand times as large as others, in few channels: second
+    moments would be theirs alone, though a norm makes all tokens equal again. Sizes go by `like`, the same rows in
+    float, so that rows of all settings are held back alike.
+    """
+    squares = like.square()
+    if images:
+        most, usual = MOST_ENERGY, squares.mean(dim=1, keepdim=True).clamp_min_(1e-30)
+        energy = squares.div_(usual).mean(dim=(0, 2))
+    else:
+        most, total = MOST_TOKEN_ENERGY, squares.sum(dim=(0, 2))
+        energy = total / total.median().clamp_min(1e-6 * total.max() + 1e-30)
+    return rows * (most / energy.clamp_min_(most)).sqrt_()[:, None]

@@ -111,20 +111,21 @@ class BlockRounding:
         """
         layer, centred = self.model.get_submodule(name), name in self.centred
         assert isinstance(layer, QuantLayer)
+        images = layer.kind.image_dims > 0
 
         def rows(given: Sequence[Tensor]) -> Tensor:
             found = input_rows(layer.kind, layer, given, seed=self.seed)
-            found = found - found.mean(dim=1, keepdim=True) if centred else found
-            return held_back(found) if layer.kind.image_dims else found
+            return found - found.mean(dim=1, keepdim=True) if centred else found
 
         made = list[Setting]()
         for width, plan in self.settings.items():
             set_bits(self.model, plan)
             if (centred, width) not in known or layer.act_quantizer is not None:
-                own = rows([layer.quantized_input(x) for x in inputs[width]])
-                second, target = product_of(own, own), None
+                own, target = rows([layer.quantized_input(x) for x in inputs[width]]), None
+                plain = own if centred else rows(inputs[PLAIN])
+                moved, own = (held_back(x, plain, images=images) for x in (plain - own, own))
+                second = product_of(own, own)
                 if not centred and own.shape[1] >= ROWS_FOR_TARGET * own.shape[2]:
-                    moved = rows(inputs[PLAIN]) - own
                     target = Target(second, product_of(moved, own), product_of(moved, moved))
                 known[centred, width] = second, target
             second, target = known[centred, width]

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from bitdial import functional as bf
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.input_rows import held_back
 from bitdial.calibrate.positions import position_weights
 from bitdial.nn import ActivationQuantizer, QuantLayer
 from bitdial.nn.layer_kinds import LINEAR
@@ -82,6 +83,7 @@ def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -
     def hook(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = (args[0] if args else kwargs["input"]).flatten(0, -2)
+            rows = held_back(rows[None], rows[None], images=False)[0]
             sums[name] = sums.get(name, 0) + rows.square().sum(dim=0, dtype=torch.float64)
             counts[name] = counts.get(name, 0) + len(rows)
 

@@ -11,26 +11,41 @@ from bitdial.cli.data import sample_input
 from bitdial.cli.places import writing
 from bitdial.errors import ConfigError
 from bitdial.export import export_onnx
+from bitdial.export.compressed_tensors import export_compressed_tensors
 from bitdial.export.transformers import export_pretrained
 from bitdial.live.load import load
 
+# The options that are not for a format.
+FOREIGN = {
+    "onnx": ("model",),
+    "hf": ("bits", "input", "opset", "dtype"),
+    "compressed_tensors": ("input", "opset", "dtype"),
+}
 TYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
 def run(options: argparse.Namespace) -> None:
     """The command `export`."""
-    of_onnx = {"--bits": options.bits, "--input": options.input, "--opset": options.opset, "--dtype": options.dtype}
-    others = {"--model": options.model} if options.hf is None else of_onnx
-    if given := [name for name, value in others.items() if value is not None]:
-        raise ConfigError(f"{given[0]} is not for {'--onnx' if options.hf is None else '--hf'}: leave it out")
-    if options.hf is not None:
-        if options.model is None:
-            raise ConfigError("--hf needs --model DIR, the folder of the float model, with its config.json")
-        with writing(options, {"--hf": options.hf}):
-            print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
-        return
-    with writing(options, {"--onnx": options.onnx}):
-        _export_onnx(options)
+    kind = next(name for name in FOREIGN if getattr(options, name) is not None)
+    option = f"--{kind.replace('_', '-')}"
+    if given := [name for name in FOREIGN[kind] if getattr(options, name) is not None]:
+        raise ConfigError(f"--{given[0]} is not for {option}: leave it out")
+    if kind != "onnx" and options.model is None:
+        raise ConfigError(f"{option} needs --model DIR, the folder of the float model, with its config.json")
+    with writing(options, {option: getattr(options, kind)}):
+        {"onnx": _export_onnx, "hf": _export_hf, "compressed_tensors": _export_compressed}[kind](options)
+
+
+def _export_hf(options: argparse.Namespace) -> None:
+    print(f"Saved {export_pretrained(options.file, options.hf, options.model)}: load_pretrained reads it")
+
+
+def _export_compressed(options: argparse.Namespace) -> None:
+    if not isinstance(options.bits, int):
+        raise ConfigError("--compressed-tensors needs --bits 8 or --bits 4")
+    done = export_compressed_tensors(options.file, options.compressed_tensors, options.model, bits=options.bits)
+    parts = [f"{len(names)} x {bits} bits" for (bits, _), names in sorted(done.layers.items())]
+    print(f"Saved {done.folder}: codes and scales bit for bit, nothing rounded; layers: {', '.join(parts)}")
 
 
 def _export_onnx(options: argparse.Namespace) -> None:

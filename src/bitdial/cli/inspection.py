@@ -120,7 +120,7 @@ def _describe_rotation(rotation: dict[str, Any] | None) -> list[list[str]]:
     """A line on what is rotated, if anything is."""
     if rotation is None:
         return []
-    merged = [part for part in ("residual", "values") if rotation[part]]
+    merged = [*(["residual"] if rotation["residual"] == "merged" else []), *(["values"] if rotation["values"] else [])]
     return [["rotated", f"{', '.join(merged) or 'nothing'} in the weights, {len(rotation['online'])} modules online"]]
 
 

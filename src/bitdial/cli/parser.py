@@ -42,7 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _inspect_options(commands.add_parser("inspect", help="what an artifact holds, checked against its digest"))
     _switch_options(commands.add_parser("switch", help="switch an artifact while it is live; time it, evaluate there"))
-    _export_options(commands.add_parser("export", help="an ONNX file at one setting, or a transformers folder"))
+    _export_options(
+        commands.add_parser("export", help="an ONNX file at one setting, or a folder for transformers or vLLM")
+    )
     sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_options(commands.add_parser("search", help="the best plan within budgets, by sensitivities or by measuring"))
     pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
@@ -102,7 +104,13 @@ def _export_options(export: argparse.ArgumentParser) -> None:
     target = export.add_mutually_exclusive_group(required=True)
     target.add_argument("--onnx", type=Path, metavar="OUT", help="an ONNX file to write, at one setting")
     target.add_argument("--hf", type=Path, metavar="OUT", help="a transformers folder to write, with all widths")
-    export.add_argument("--model", type=Path, metavar="DIR", help="with --hf: the folder of the float model")
+    target.add_argument(
+        "--compressed-tensors",
+        type=Path,
+        metavar="OUT",
+        help="a folder in the format of compressed-tensors to write, which vLLM loads: weights only, --bits 8 or 4",
+    )
+    export.add_argument("--model", type=Path, metavar="DIR", help="of folders: that of the float model")
     export.add_argument("--bits", type=bits_setting, metavar="B", help=f"{BITS_HELP} (default: the highest width)")
     export.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"

@@ -10,18 +10,19 @@ from bitdial.files.atomic import check_folder, check_target
 from bitdial.files.lock import sole_writer
 
 ARTIFACT = "the artifact"
+FOLDERS = ("--hf", "--compressed-tensors")
 
 
 @contextmanager
 def writing(options: argparse.Namespace, places: Mapping[str, Path | None]) -> Iterator[None]:
-    """Keep what a command is to write, by option (or ARTIFACT) and not None, to this process; `--hf` is a folder.
+    """Keep what a command is to write, by option (or ARTIFACT) and not None, to this process; FOLDERS are folders.
 
     ConfigError if one of them cannot be written, if two are one file, or if another process writes one of them.
     """
     wanted = {name: path for name, path in places.items() if path is not None}
     known = {ARTIFACT: options.file} if "file" in options else {}
     for name, path in wanted.items():
-        if name == "--hf":
+        if name in FOLDERS:
             check_folder(name, path)
         else:
             check_target(name, path, "model.onnx" if name == "--onnx" else "file.json")

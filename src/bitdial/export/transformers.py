@@ -68,13 +68,31 @@ def export_pretrained(
             _check_config(Path(like) / CONFIG, settings, artifact)
     if not there:
         _copy(path, target)
+    _write_settings(folder, settings, generation, files, _describe(artifact))
+    return folder
+
+
+def write_beside(folder: Path, like: Path, described: dict[str, Any]) -> None:
+    """Put into `folder` what the float model's folder `like` has beside its weights; the config is `described`."""
+    settings, generation, files = _settings_in(like)
+    _check_float(settings.get("quantization_config"))
+    settings = {k: v for k, v in settings.items() if k not in LEFT_OUT}
+    _write_settings(folder, settings, generation, files, described)
+
+
+def _write_settings(
+    folder: Path,
+    settings: dict[str, Any],
+    generation: dict[str, Any] | None,
+    files: list[Path],
+    described: dict[str, Any],
+) -> None:
     for file in files:
         if file.resolve() != (folder / file.name).resolve():
             _copy(file, folder / file.name)
     if generation is not None:
         write_json(folder / GENERATION, generation)
-    write_json(folder / CONFIG, {**settings, "quantization_config": _describe(artifact)})
-    return folder
+    write_json(folder / CONFIG, {**settings, "quantization_config": described})
 
 
 def _check_float(described: Any) -> None:
@@ -195,6 +213,11 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ArtifactError(f"{path} is not a JSON object")
     return values
+
+
+def own_type(folder: Path, artifact: Artifact) -> torch.dtype | None:
+    """The type that the config in `folder` names, if the model of `artifact` can run in it."""
+    return _own_type(_json_object(folder / CONFIG), artifact)
 
 
 def _own_type(settings: dict[str, Any], artifact: Artifact) -> torch.dtype | None:

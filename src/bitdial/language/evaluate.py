@@ -30,6 +30,8 @@ def evaluate_language(
     """
     if rows is None and not questions:
         raise ConfigError("there is nothing to evaluate on: give rows of a text, or questions")
+    if questions and tokenizer is None:
+        raise ConfigError("questions are texts: give the model's tokenizer too")
     if batch_tokens < 1:
         raise ConfigError(f"batch_tokens={batch_tokens} must be at least 1")
     found: dict[str, Any] = {}

@@ -24,13 +24,13 @@ class RotationRecord:
     """What `rotate` did to a model beside the modules it put in.
 
     seed      of the random signs
-    residual  whether the stream of hidden states between the blocks is rotated
+    residual  how the inputs of the blocks' layers are rotated: "merged", "online", or None
     values    whether the values of the attentions are
     untied    layers that had a weight in common with another module before, and have their own now
     """
 
     seed: int
-    residual: bool
+    residual: str | None
     values: bool
     untied: tuple[str, ...] = ()
 
@@ -111,13 +111,14 @@ class RotatedOutput(_Rotated):
         return cast(Tensor, self.rotation(self.layer(x)))
 
 
+RESIDUAL = ("merged", "online", None)  # how the inputs of the blocks' layers are rotated
 HADAMARD, TURN, TURN_BACK = "hadamard", "turn", "turn_back"  # what the file calls them
-# The kind of layer that each stands beside; the norm that a turn back stands before has none.
-BESIDE: dict[str, LayerKind | None] = {HADAMARD: LINEAR, TURN: EMBEDDING, TURN_BACK: None}
+# The kinds of layer that each may stand beside; norms have none.
+BESIDE: dict[str, tuple[LayerKind | None, ...]] = {HADAMARD: (LINEAR,), TURN: (EMBEDDING, None), TURN_BACK: (None,)}
 
 
 def with_rotation(layer: nn.Module, form: str, size: int, signs: Tensor | None = None) -> nn.Module:
-    """`layer` with a rotation of that `form` and `size`: before it, or after it for a "turn".
+    """`layer` with a rotation of that `form` and `size`: after it for a "turn", else before it.
 
     `signs` are those of a turn; without them its tensors are allocated and not written.
     """
@@ -214,7 +215,7 @@ def _check_size(name: str, layer: nn.Module, form: str, size: int) -> None:
     """Refuse a rotation whose size is not that of the `layer`: before anything of that size is made."""
     weight, kind = layer._parameters.get("weight"), nearest_kind(layer)
     width = None if weight is None else weight.shape[-1]
-    if width is None or kind is not BESIDE[form] or (width % size if form == HADAMARD else width != size):
+    if width is None or kind not in BESIDE[form] or (width % size if form == HADAMARD else width != size):
         called = type(layer).__name__
         raise ConfigError(f"{name!r}: a {form} of size {size} in the file does not fit the {called} of width {width}")
 

@@ -3,9 +3,11 @@
 A few hidden channels of a language model are far larger than the rest, and a scale for all of them leaves the rest few
 levels. A rotation Q spreads every channel over all others. It cancels out in float: (x Q)(W Q)^T = x W^T. Where:
 
-    residual   the stream x of hidden states between the blocks. Each norm divides x by its length, which Q does not
-               change; its gain moves into the layers that read it first. Layers that read x become W Q, those that add
-               to it Q^T W. Nothing is left to compute at run time.
+    residual   "merged": the stream x of hidden states between the blocks. Each norm divides x by its length, which Q
+               does not change; its gain moves into the layers that read it first. Layers that read x become W Q, those
+               that add to it Q^T W. Nothing is left to compute at run time.
+               "online": what each norm gives, gain and all, by a product behind it. A gain often makes small
+               what is large in x; moved into the weights it no longer does, so this is better at few bits.
     values     the values of each head, between v_proj and o_proj. Nothing is left here either.
     down_proj  its input is a product, which no weight in front of it can rotate: a block Hadamard runs in front of it.
 
@@ -25,6 +27,7 @@ from bitdial.functional.rotation import across, half_power, largest_block, turn,
 from bitdial.nn.own_dtypes import widen
 from bitdial.nn.rotation import (
     HADAMARD,
+    RESIDUAL,
     ROTATION,
     TURN,
     TURN_BACK,
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 
 HEAD = "lm_head"
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}  # the modules of a block that is rotated
+MLP_NORM = "pre_feedforward_layernorm"  # what Gemma2 calls the norm in front of the MLP
 SAME = 1e-2  # of the logits' length: what is more than this is no rounding, even of TF32 products
 PROBE = 16  # tokens to compare logits on
 
@@ -70,7 +74,7 @@ class _Decoder(NamedTuple):
 def rotate(
     model: nn.Module,
     *,
-    residual: bool = True,
+    residual: str | None = "merged",
     values: bool = True,
     down_block: int | None = 64,
     untie: bool = False,
@@ -82,7 +86,8 @@ def rotate(
     the copy is run beside `model` on a few tokens, and anything else is refused. It is a copy, as that of `prepare`
     is, so that a refusal changes nothing; it is in float32, or in float64 if `model` is.
 
-    residual    rotate the stream of hidden states, after folding the norms' gains into the layers behind them
+    residual    "merged": rotate the stream of hidden states, after folding the norms' gains into the layers behind
+                them. "online": rotate what the norms give, as the model runs; better at few bits. None: neither
     values      rotate the values of each attention head
     down_block  block size of the Hadamard that runs in front of each `down_proj`, a power of two; None leaves it out
     untie       give a head that is tied to the embedding a weight of its own. Then nothing runs at the ends, and the
@@ -91,8 +96,10 @@ def rotate(
     """
     given = unwrap(model)
     _check(given, down_block, seed)
-    if not residual and not values and down_block is None:
-        raise ConfigError("nothing is left to rotate: residual and values are False, down_block is None")
+    if residual not in RESIDUAL:
+        raise ConfigError(f"residual={residual!r} is not 'merged', 'online' or None")
+    if residual is None and not values and down_block is None:
+        raise ConfigError("nothing is left to rotate: residual and down_block are None, values is False")
     made = copy_unwrapped(given)
     if any(p.dtype != torch.float64 for p in made.parameters() if p.is_floating_point()):
         widen(made)
@@ -104,7 +111,9 @@ def rotate(
         before = _logits(made, tokens)
         if untied:
             untie_weight(made, HEAD)
-        new = _rotate_residual(decoder, generator) if residual else {}
+        new = _rotate_residual(decoder, generator) if residual == "merged" else {}
+        if residual == "online":
+            new = _rotate_norms(decoder, generator)
         if values:
             for block in decoder.blocks:
                 _rotate_values(block, generator)
@@ -138,7 +147,7 @@ def _check(model: nn.Module, down_block: int | None, seed: int) -> None:
 # --- what the model is made of --------------------------------------------------------------------
 
 
-def _decoder(model: nn.Module, *, residual: bool) -> _Decoder:
+def _decoder(model: nn.Module, *, residual: str | None) -> _Decoder:
     """The parts of a Llama-like decoder; ConfigError, naming what is missing or too much, for any other model."""
     base, head = model._modules.get("model"), model._modules.get(HEAD)
     if base is None or type(head) is not nn.Linear:
@@ -153,15 +162,16 @@ def _decoder(model: nn.Module, *, residual: bool) -> _Decoder:
     return _Decoder(embedding, blocks, norm, head)
 
 
-def _block(name: str, block: nn.Module, residual: bool) -> _Block:
+def _block(name: str, block: nn.Module, residual: str | None) -> _Block:
     attention, mlp = _part(block, name, "self_attn"), _part(block, name, "mlp")
     more = sorted(key for key, child in block.named_children() if key not in BLOCK and [*child.parameters()])
-    if residual and more:
+    if residual == "merged" and more:
         raise ConfigError(
             f"{name!r} has a {more[0]!r}, and rotate() knows blocks of {', '.join(sorted(BLOCK))}. A norm behind a "
-            "layer, as Gemma2 has it, cannot let the rotation through: use rotate(model, residual=False)"
+            "layer, as Gemma2 has it, cannot let the rotation through: use rotate(model, residual='online')"
         )
-    norms = [_part(block, name, key) for key in ("input_layernorm", "post_attention_layernorm")] if residual else []
+    before_mlp = MLP_NORM if MLP_NORM in more else "post_attention_layernorm"
+    norms = [_part(block, name, key) for key in ("input_layernorm", before_mlp)] if residual else []
     named = ((attention, "self_attn", "q_proj k_proj v_proj o_proj"), (mlp, "mlp", "gate_proj up_proj down_proj"))
     query, key, value, out, gate, up, down = (
         _linear(part, f"{name}.{inside}", layer) for part, inside, layers in named for layer in layers.split()
@@ -211,6 +221,19 @@ def _rotate_residual(decoder: _Decoder, generator: torch.Generator) -> dict[nn.M
     _set(embedding, turn(_wide(embedding), *_on(embedding, signs, matrix)))
     _set(head, turn(_wide(head) * _take_gain(decoder.norm), *_on(head, signs, matrix)))
     return {}
+
+
+def _rotate_norms(decoder: _Decoder, generator: torch.Generator) -> dict[nn.Module, nn.Module]:
+    """Rotate what the norms of the blocks give; the modules that take their place."""
+    width = decoder.embedding.embedding_dim
+    signs, matrix = _signs((width,), generator), across(width)
+    new: dict[nn.Module, nn.Module] = {}
+    for block in decoder.blocks:
+        for norm, layers in zip(block.norms, block.reads, strict=True):
+            for layer in layers:
+                _set(layer.weight, turn(_wide(layer.weight), *_on(layer.weight, signs, matrix)))
+            new[norm] = with_rotation(norm, TURN, width, signs)
+    return new
 
 
 def _rotate_values(block: _Block, generator: torch.Generator) -> None:
@@ -289,5 +312,5 @@ def _check_same(before: Tensor, after: Tensor) -> None:
     if not difference < SAME:
         raise ConfigError(
             f"the rotated copy gives other logits (by {difference:.2g} of their length): the model computes something "
-            "between its layers that rotate() does not know. Try rotate(model, residual=False)"
+            "between its layers that rotate() does not know. Try rotate(model, residual='online')"
         )
