@@ -66,3 +66,17 @@ def test_a_layer_with_a_width_of_its_own_moves_by_its_own_steps() -> None:
     learning = Reconstruction(model, blocks[0], settings, CalibrateConfig(), torch.Generator())
     assert torch.equal(learning.weights[0].unit, step_of(layer, 8))
     assert torch.equal(step_of(layer, 4), 16 * step_of(layer, 8))
+
+
+def test_the_share_that_is_dropped() -> None:
+    model = prepared(mobile())
+    block = Walk(model, [images(4)]).blocks[1]
+    settings = {bits: BitPlan(default=bits) for bits in BITS}
+    value, plain = torch.zeros(333, 31), torch.ones(333, 31)
+    for drop, wanted in ((0.0, 0.0), (0.001, 1 / 256), (0.5, 0.5), (0.9, 230 / 256), (1.0, 1.0)):
+        config = CalibrateConfig(drop=drop)
+        learning = Reconstruction(model, block, settings, config, torch.Generator().manual_seed(0))
+        found = learning._drop(value, plain)
+        assert abs(float(found.mean()) - wanted) < 0.015, drop
+        again = Reconstruction(model, block, settings, config, torch.Generator().manual_seed(0))
+        assert torch.equal(again._drop(value, plain), found)

@@ -65,8 +65,7 @@ def test_it_trains_every_width_and_resumes(tmp_path: Path) -> None:
     one.training_step = spy
     one.train()
     twin = prepared()
-    step = JointStep(twin, TrainConfig(epochs=1, lr=1e-2), steps_per_epoch=STEPS)
-    step.loss_function = lambda out, y: F.cross_entropy(out["logits"], y)
+    step = JointStep(twin, TrainConfig(epochs=1, lr=1e-2), steps_per_epoch=STEPS, output="logits")
     for x, y in seen:
         report = step({"x": x}, y)
     assert len(seen) == STEPS
