@@ -97,7 +97,7 @@ def settings(tiny_language: Any) -> dict[str, Any]:
     return {
         "model": str(tiny_language.model), "text": str(tiny_language.text), "name": "tiny", "progress": False,
         "bit_choices": (8, 4, 2), "group_size": 16, "length": 16, "batch": 4, "steps": STEPS, "evaluations": 1,
-        "held_out": 16, "lr": 2e-3, "checkpoint_every": 1, "activations": "signed",
+        "held_out": 16, "start": "max", "lr": 2e-3, "checkpoint_every": 1, "activations": "signed",
     }  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def options(tiny_language: Any, tmp_path: Path) -> LlmOptions:
     """A run of six steps in three intervals."""
     return LlmOptions(
         out=tmp_path / "out", model=tiny_language.model, text=(tiny_language.text,), name="tiny", progress=False,
-        bit_choices=(8, 4, 2), group_size=16, length=16, batch=4, steps=6, evaluations=3, held_out=64, lr=2e-3,
+        bit_choices=(8, 4, 2), group_size=16, start="max", length=16, batch=4, steps=6, evaluations=3, held_out=64,
+        lr=2e-3,
     )  # fmt: skip
 
 
@@ -128,7 +129,13 @@ def test_parts_of_a_batch_add_up(changes: dict[str, Any], options: LlmOptions) -
 def test_an_artifact_can_be_gone_on_from(options: LlmOptions) -> None:
     first = llm(options)
     again = changed(
-        options, calibrated=first.artifact, name="again", bit_choices=LlmOptions.bit_choices, group_size=32, lr=1e-9
+        options,
+        calibrated=first.artifact,
+        name="again",
+        bit_choices=LlmOptions.bit_choices,
+        group_size=32,
+        start="balanced",
+        lr=1e-9,
     )
     second = llm(again)
     assert second.metrics["run"]["settings"]["bit_choices"] == [8, 4, 2]
@@ -166,7 +173,14 @@ def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None
     tokens = torch.arange(32).reshape(2, 16)
     with torch.no_grad():
         assert torch.equal(live(tokens).logits, first.model(tokens).logits)
-    again = changed(options, calibrated=first.artifact, name="again", bit_choices=LlmOptions.bit_choices, group_size=32)
+    again = changed(
+        options,
+        calibrated=first.artifact,
+        name="again",
+        bit_choices=LlmOptions.bit_choices,
+        group_size=32,
+        start="balanced",
+    )
     second = llm(changed(again, lr=1e-9))
     assert second.metrics["start_perplexity"]["2"] == pytest.approx(first.metrics["perplexity"]["2"], rel=1e-4)
     assert second.rows[0]["activations"] == "dynamic"
