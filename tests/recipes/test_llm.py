@@ -165,7 +165,7 @@ def test_embeddings_stay_in_their_own_dtype_unless_they_are_trained(
 
 def test_a_rotated_model_is_taught_by_the_plain_one(options: LlmOptions) -> None:
     """Its file loads on the plain model, and can be gone on from."""
-    first = llm(changed(options, rotate=True, activations="dynamic"))
+    first = llm(changed(options, rotate="online", activations="dynamic"))
     assert bitdial.read_artifact(first.artifact).manifest["rotation"]
     level = first.metrics["float_perplexity"]
     assert first.metrics["start_perplexity"]["8"] == pytest.approx(level, rel=0.1)

@@ -46,7 +46,14 @@ def _quantisation(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--activations", metavar="KIND", help="how activations are quantised (default: float)")
     group.add_argument("--start", choices=STARTS, help="how scales start (default: balanced)")
-    group.add_argument("--rotate", action="store_true", help="rotate the model first; for quantised activations")
+    group.add_argument(
+        "--rotate",
+        nargs="?",
+        const="online",
+        choices=("online", "merged"),
+        help="rotate the model first, for quantised activations: 'online' (if nothing is named) behind each norm, "
+        "'merged' into the weights, which costs nothing at run time and is less accurate at few bits",
+    )
     group.add_argument(
         "--calibrated", type=Path, metavar="FILE", help="an artifact of the same model to start from, with its widths"
     )

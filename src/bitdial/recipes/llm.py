@@ -186,7 +186,8 @@ def _prepared(
     else:
         rows = next(data.batches(0)).inputs
         assert isinstance(rows, Tensor)
-        source = rotate(teacher) if run.options.rotate else teacher  # which says the same
+        how = run.options.rotate
+        source = teacher if how is None else rotate(teacher, residual=how)  # which says the same
         model = prepare(source, QuantConfig(**settings_of(QuantConfig, run.settings)), rows[:ROWS_TO_PREPARE])
     inner: Any = model
     inner.config.use_cache = False

@@ -45,7 +45,7 @@ class LlmOptions:
     group_size: int = 32
     activations: str = "float"
     start: str = "balanced"
-    rotate: bool = False
+    rotate: str | None = None  # how: 'online' or 'merged'
     length: int = 512
     batch: int = 16
     accumulate: int = 1
