@@ -1,6 +1,6 @@
 """How much each pixel of an activation counts: one with huge values counts as one, not as hundreds.
 
-Some networks put values of 30 to 50 standard deviations, in all channels, at a few places; MobileNetV2 does in the
+Some networks put values of up to 50 standard deviations, in many channels, at a few places; MobileNetV2 does in the
 corners of some images. There they matter no more than elsewhere, since a mean over all places follows. But they make up
 a good part of every variance and of every squared error. If they are clipped, which is right, a norm would take all
 other pixels for too small and stretch them. So statistics and errors are weighted: a pixel of many times the usual
