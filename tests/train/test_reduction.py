@@ -188,7 +188,7 @@ def test_a_sharded_model_is_refused(group: None, make_model: Callable[..., nn.Mo
         ({"alrs": "layer"}, None, "alrs='layer'"),
         ({}, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), "an optimizer of your own"),
     ],
-    ids=str,
+    ids=["sampling", "alrs", "optimizer"],
 )
 def test_what_needs_whole_parameters_is_refused(
     settings: dict[str, Any], optimizer: Any, problem: str, group: None, make_model: Callable[..., nn.Module]
