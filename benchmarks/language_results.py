@@ -40,12 +40,12 @@ def _cells(rows: list[Row]) -> Cells:
     return {
         "method": first["method"]
         + (f" ({weighed})" if weighed else "")
-        + (", rotated" if first.get("rotated") else ""),
+        + (f", rotated {how}" if (how := first.get("rotated")) else ""),
         "weights": f"`{first['weights']}`" + (f", groups of {size}" if (size := first["group_size"]) else ""),
-        "activations": first["activations"],
+        "activations": {"auto": "static"}.get(first["activations"], first["activations"]),
         "tokens": f"{first['tokens']:,}",
         "float": f"{first['float_perplexity']:.2f}",
         **by_width,
-        "s": f"{first['seconds']:.0f}",
+        "s": "" if first["seconds"] is None else f"{first['seconds']:.0f}",
         "device": first["device"] or "cpu",
     }

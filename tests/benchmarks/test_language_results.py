@@ -23,11 +23,15 @@ def row(bits: int, perplexity: float, **changes: object) -> dict[str, object]:
 
 def test_a_line_for_each_file(script: ModuleType) -> None:
     assert script.section([]) == ""
-    rows = [row(8, 20.1), row(4, 22.0), row(8, 21.0, importance={"8": 0.5}, rotated=True, activations="dynamic")]
+    rows = [
+        row(8, 20.1),
+        row(4, 22.0),
+        row(8, 21.0, importance={"8": 0.5}, rotated="online", activations="auto", seconds=None),
+    ]
     lines = [line for line in script.section(rows).splitlines() if line.startswith("| calibrated")]
     assert lines == [
-        "| calibrated quick (8 bits count 0.5), rotated | `nested`, groups of 32 | dynamic | 8,192 | 20.00 | "
-        "21.00 (1.050) |  | 61 | cpu |",
+        "| calibrated quick (8 bits count 0.5), rotated online | `nested`, groups of 32 | static | 8,192 | 20.00 | "
+        "21.00 (1.050) |  |  | cpu |",
         "| calibrated quick | `nested`, groups of 32 | float | 8,192 | 20.00 | "
         "20.10 (1.005) | 22.00 (1.100) | 61 | cpu |",
     ]

@@ -19,7 +19,7 @@ from bitdial.dial.plan import BitPlan
 from bitdial.nn import QuantLayer
 
 Moments = tuple[Tensor, Target | None]  # second moments of inputs, and what the layer should make of them
-SHARE = 0.3  # of the tolerance for a block: a layer is one of several in it
+SHARE = 0.1  # of the tolerance for a block: a layer is one of several in it
 PLAIN = 0  # the "width" of the float model
 ROWS_FOR_TARGET = 2  # for each input of a layer: with fewer, what was seen would be learned by heart
 
