@@ -37,7 +37,7 @@ from .conftest import FLOAT_ERROR, WIDTHS, check_against, images, run_file, run_
 
 CONTAINER = {8: 8, 7: 8, 6: 8, 5: 8, 4: 4, 3: 4, 2: 2}
 TYPES = {8: onnx.TensorProto.INT8, 4: onnx.TensorProto.INT4, 2: onnx.TensorProto.INT2}
-# Those with a scale for each token are for Linear layers, and in test_onnx_tokens.py.
+# Those with a scale for each token are for Linear layers, and in test_onnx_layers.py.
 STATIC = [kind for kind in bf.ACTIVATION_KINDS if kind != "dynamic"]
 DIGITS = {"blocks": 1, "width": 16, "in_channels": 1}  # as the recipe has it
 
