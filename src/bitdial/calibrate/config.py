@@ -27,7 +27,7 @@ class CalibrateConfig(Config):
     norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
     reach              how far a weight may move, in steps of the lowest width
     drop               the share of a block's inputs, and of the activations in it, that stays in float as it learns
-    tolerance          the relative error, of the output of a layer or block, below which a width counts as good
+    tolerance          the relative error of a block's output below which a width counts as good; of a layer's, a tenth
     importance         of each width to scales, codes and reconstruction, such as {8: 2.0}; a width that is not named
                        has 1, and the highest has no less than that where scales are chosen
     seed               of the samples drawn and of what is dropped
