@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from bitdial.errors import ConfigError
-from bitdial.nn import attention, recurrent
+from bitdial.nn import attention, frozen_norm, recurrent
 from bitdial.nn.attention import Attention, linear
 from bitdial.nn.layer_kinds import FORWARD
 from bitdial.nn.parts import Parts
@@ -60,6 +60,13 @@ CONV1D = Decomposition(
     state="weight|bias",
     take_apart=lambda module, parts: linear(parts.transposed(module.weight), module.bias),
 )
+FROZEN_BATCH_NORM2D = Decomposition(
+    name="FrozenBatchNorm2d",
+    layers="a `BatchNorm2d` that stays in eval mode",
+    recognises=lambda cls: f"{cls.__module__}.{cls.__qualname__}" in frozen_norm.NAMES,
+    state=frozen_norm.STATE,
+    take_apart=frozen_norm.frozen_norm,
+)
 
 
 def _recurrent(network: type[nn.Module]) -> Decomposition:
@@ -75,7 +82,7 @@ def _recurrent(network: type[nn.Module]) -> Decomposition:
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
     each.name: each
-    for each in (MULTIHEAD_ATTENTION, CONV1D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
+    for each in (MULTIHEAD_ATTENTION, CONV1D, FROZEN_BATCH_NORM2D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
 }
 DECOMPOSED = Attention | Recurrent  # what takes the place of a module and holds layers; no graph is traced through it
 
