@@ -6,8 +6,8 @@ The first DIR has safetensors files as tools/imagenet_weights.py writes them. Th
 and `dev` with images, and labels.json: {"dev": {file: class}}. Models are calibrated on the first folder and measured
 on the second, which nothing else looks at: top-1, agreement with the float model, and KL divergence from it.
 
-Efforts: 'none' is round to nearest with balanced scales, 'quick', 'medium' and 'full' are those of CalibrateConfig. With --apart
-each width is prepared and calibrated by itself: what a file for all widths costs. First and last layers have 8 bits.
+Efforts: 'none' is round to nearest with balanced scales, the others are those of CalibrateConfig. With --apart each
+width is prepared and calibrated by itself: what a file for all widths costs. First and last layers have 8 bits.
 Rows go to results/imagenet-calibrated.json; those with the same settings are replaced.
 """
 

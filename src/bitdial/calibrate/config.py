@@ -14,8 +14,8 @@ BATCH_SIZES = {"medium": 8, "full": 32}
 class CalibrateConfig(Config):
     """What `calibrate` does. Each step can be left out.
 
-    effort             'quick': nothing is learned, minutes on a CPU; 'medium': norms and activation scales learn, for each
-                       width its own, up to an hour on a CPU; 'full': weights learn too, for a GPU
+    effort             'quick': nothing is learned, minutes on a CPU; 'medium': each width's norms and activation scales
+                       learn, up to an hour on a CPU; 'full': weights learn too, for a GPU
     activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights;
                        None: that of the weights
     equalize           scale channels so that one activation scale suits them all, where that is expected to pay
