@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import bitdial
-from bitdial import BitdialError, QuantConfig, Rule, build_model, load, prepare, read_artifact, save
+from bitdial import BitdialError, QuantConfig, Rule, build_model, load, prepare, read_artifact, save, set_bits
 from bitdial.artifact import sizes
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.nn.decompose import DECOMPOSITIONS
@@ -109,6 +109,17 @@ def test_the_page_on_pretrained_models_runs(in_tmp_path: Path, capsys: pytest.Ca
     assert float(found[0][1]) > 0.9, "8 bits answer as the float model does"
     assert read_artifact("mobile.safetensors").metrics["image_settings"] == names["settings"].to_dict()
     assert [block.name for block in names["report"].blocks] == ["model.layers.0", "model.layers.1", "lm_head"]
+
+
+def test_the_page_on_detectors_runs(in_tmp_path: Path) -> None:
+    pytest.importorskip("highspy")
+    pytest.importorskip("onnxscript")
+    names = run("docs/detectors.md")
+    assert names["found"].costs["average_bits"] <= 4
+    assert set(names["history"].rows[-1]["losses"]) == {"8", "6", "4", "2"}
+    set_bits(names["live"], 8)
+    kept = names["live"](names["images"])
+    assert all(int(one["labels"][0]) == int(t["labels"][0]) for one, t in zip(kept, names["targets"], strict=True))
 
 
 def test_the_page_on_language_models_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,9 +182,9 @@ def test_what_training_refuses() -> None:
     ):
         with pytest.raises((TrainingError, ValueError), match=problem):
             attempt(data, **settings)
+    blind: Any = detector()
+    blind.score_threshold = 2.0
     with pytest.raises(QuantizationError, match=r"mask_branch.conv.*score_threshold"):
-        blind: Any = detector()
-        blind.score_threshold = 2.0
         prepare(blind, QuantConfig(), [images])
 
 

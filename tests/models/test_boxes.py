@@ -23,7 +23,10 @@ def test_the_better_of_two_of_one_label_stays() -> None:
 
 def test_a_crop_of_whole_pixels_is_those_pixels() -> None:
     features = torch.randn(2, 3, 6, 8)
-    boxes, of = torch.tensor([[2.0, 1.0, 6.0, 5.0], [0.0, 0.0, 4.0, 4.0], [4.0, 2.0, 8.0, 6.0]]), torch.tensor([1, 0, 1])
+    boxes, of = (
+        torch.tensor([[2.0, 1.0, 6.0, 5.0], [0.0, 0.0, 4.0, 4.0], [4.0, 2.0, 8.0, 6.0]]),
+        torch.tensor([1, 0, 1]),
+    )
     found = crop(features, boxes, of, 4)
     expected = torch.stack([features[1, :, 1:5, 2:6], features[0, :, :4, :4], features[1, :, 2:6, 4:8]])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

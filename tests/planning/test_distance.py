@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial import BitPlan, QuantConfig, get_bits, prepare, set_bits
+from bitdial import BitPlan, LayerOutputs, QuantConfig, build_model, get_bits, prepare, set_bits
 from bitdial.errors import BitdialError, ConfigError, QuantizationError
-from bitdial.planning.distance import OutputDistance, kl_divergence
+from bitdial.planning.distance import OutputDistance, kl_divergence, relative_error
 from bitdial.prepare.model_call import evaluating
 
 
@@ -147,3 +147,27 @@ def test_bad_input_is_named(model: nn.Module, net: nn.Module) -> None:
     for batches, reference, settings, error, words in cases:
         with pytest.raises(error, match=words):
             measured(model, batches, reference, plan, **settings)
+
+
+def test_relative_errors_of_several_tensors() -> None:
+    wanted = [torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])]
+    assert relative_error([torch.tensor([3.0, 4.0]), torch.tensor([[3.0]])], wanted) == pytest.approx(0.125)
+    assert relative_error(wanted[0] + 1, wanted[0]) == pytest.approx(2 / 25)
+    for odd in ([wanted[0]], [wanted[0], wanted[0]], []):
+        with pytest.raises(ConfigError, match="LayerOutputs"):
+            relative_error(odd, wanted)
+
+
+def test_a_detector_is_compared_by_what_its_predictors_put_out() -> None:
+    torch.manual_seed(0)
+    plain = build_model("tiny_detector", width=4, masks=False).eval()
+    images = [torch.rand(3, 32, 32), torch.rand(3, 20, 31)]
+    model = prepare(plain, QuantConfig(bit_choices=(8, 2), start="3std"), [images])
+    with evaluating(model):
+        output = LayerOutputs("head.classes", "head.offsets")
+        measure = OutputDistance(model, [images], plain, distance=relative_error, output=output)
+        assert measure.samples == 2
+        assert measure(BitPlan(default=8)) < 0.1 * measure(BitPlan(default=2))
+        for own in (relative_error, kl_divergence):
+            with pytest.raises(ConfigError, match="output=LayerOutputs"):
+                OutputDistance(model, [images], plain, distance=own)

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bitdial
-from bitdial import BitPlan, QuantConfig, Sensitivity, batched, hessian_trace, set_bits
+from bitdial import BitPlan, OwnLosses, QuantConfig, Sensitivity, batched, hessian_trace, set_bits
 from bitdial.cli import main
 from bitdial.errors import ArtifactError, BitdialError, ConfigError
 from bitdial.files.container import read_container, write_container
@@ -761,3 +761,29 @@ def test_the_command_explains_wrong_input(
     error = capsys.readouterr().err
     assert words in error
     assert "Traceback" not in error
+
+
+def test_a_detector_has_the_trace_of_its_own_loss() -> None:
+    """Of a quadratic loss in a layer that is called twice: 2 x^2 for each call's input x, summed."""
+
+    class TwoLevels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.norm = nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1)
+
+        def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None) -> Any:
+            levels = [self.shared(images[0][None]), self.shared(images[0][None, :, ::2, ::2])]
+            assert self.training
+            assert not self.norm.training
+            assert targets is not None
+            pairs = zip(levels, targets[0].values(), strict=True)
+            return {"loss_boxes": sum((a - b).square().sum() for a, b in pairs), "other": levels[0].sum().exp()}
+
+    image = torch.rand(1, 2, 2)
+    target = {"a": torch.zeros(1, 1, 2, 2), "b": torch.zeros(1, 1, 1, 1)}
+    found = hessian_trace(
+        TwoLevels(), [([image], [target])], layers=["shared"], loss=OwnLosses(weights={"other": 0}), progress=False
+    )
+    expected = 2 * float(image.square().sum() + image[0, 0, 0].square())
+    assert found.layers["shared"].trace == pytest.approx(expected, rel=1e-5)
+    assert found.images == 1

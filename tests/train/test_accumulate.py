@@ -77,3 +77,25 @@ def test_a_run_in_parts(make_model: MakeModel, make_data: Callable[..., ArrayDat
     plain = train(make_model(), make_data(), TrainConfig(epochs=2), progress=False)
     assert history.rows[0]["loss"]["8"] == pytest.approx(plain.rows[0]["loss"]["8"], rel=0.5)
     assert history.rows[0]["loss"] != plain.rows[0]["loss"]
+
+
+def test_lists_of_samples_are_split_as_such() -> None:
+    """Three channels, three boxes and three images are not taken for one another."""
+    images = [torch.full((3, 2, 2), float(n)) for n in range(3)]
+    targets = [{"boxes": torch.full((3, 4), float(n))} for n in range(3)]
+    for inputs in (images, (images,), {"images": images}):
+        parts = split_batch(inputs, targets, torch.arange(3), 2)
+        assert [part.share for part in parts] == [2 / 3, 1 / 3]
+        for part, count in zip(parts, (2, 1), strict=True):
+            given = (
+                part.inputs
+                if inputs is images
+                else part.inputs[0]
+                if isinstance(inputs, tuple)
+                else part.inputs["images"]
+            )
+            assert len(given) == len(part.targets) == len(part.index) == count  # type: ignore[arg-type]
+            assert all(image.shape == (3, 2, 2) for image in given)
+        assert torch.equal(parts[1].targets[0]["boxes"], targets[2]["boxes"])
+    with pytest.raises(TrainingError, match="its lists"):
+        split_batch(images, targets[:2], None, 2)

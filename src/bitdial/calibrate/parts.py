@@ -153,7 +153,7 @@ def _part(model: nn.Module, name: str, calls: list[_Call], *, chosen: bool) -> P
     module, once = model.get_submodule(name), len(calls) == 1
     if _is_ours(module):
         block = single_block(name, module)
-        return Part(name, (block,), block.reads, once, chosen)
+        return Part(name, (block,), block.nodes[:1], once, chosen)
     if len({str(tree_structure(each.arguments)) for each in calls}) != 1:
         return None
     try:
@@ -233,8 +233,8 @@ class PartValues(Values):
                     self.numbers.append(number)
         if not self.batches:
             raise ConfigError(
-                f"nothing reaches {part.name!r} in these batches; give images in which the float model finds something, "
-                "or let it keep low scores meanwhile (score_thresh, score_threshold = 0)"
+                f"nothing reaches {part.name!r} in these batches; give images in which the float model finds "
+                "something, or let it keep low scores meanwhile (score_thresh, score_threshold = 0)"
             )
 
 

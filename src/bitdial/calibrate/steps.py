@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,8 +169,9 @@ def _single(graph: fx.Graph, name: str, module: nn.Module, kept: tuple[fx.Node, 
 
 
 def single_block(name: str, module: nn.Module) -> Block:
-    """The block of the layer or norm `module` by itself."""
-    return _single(fx.Graph(), name, module, (), is_head=False)
+    """The block of the layer or norm `module` by itself, with the node of its input."""
+    block = _single(fx.Graph(), name, module, (), is_head=False)
+    return replace(block, nodes=(*block.reads, *block.nodes), reads=())
 
 
 def thinned(x: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class Values:
         return whole
 
     def weigh(self, block: Block, image_dims: int) -> None:
-        """Weigh the pixels of what `block` gave, for distances from it, where it is images of `image_dims` dimensions."""
+        """Weigh the pixels of what `block` gave, for distances from it, where it is images with `image_dims` axes."""
         self.weights = {}
         for node in self.results(block) if image_dims > 1 else ():
             given = [batch[node] for batch in self.batches]

@@ -55,7 +55,9 @@ def crop(features: Tensor, boxes: Tensor, of: Tensor, size: int) -> Tensor:
         dim=3,
     )
     crops = [
-        F.grid_sample(one[None].expand(len(places), -1, -1, -1), grid[places], padding_mode="border", align_corners=False)
+        F.grid_sample(
+            one[None].expand(len(places), -1, -1, -1), grid[places], padding_mode="border", align_corners=False
+        )
         for number, one in enumerate(features)
         if len(places := (of == number).nonzero()[:, 0])
     ]

@@ -83,7 +83,12 @@ def _recurrent(network: type[nn.Module]) -> Decomposition:
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
     each.name: each
-    for each in (MULTIHEAD_ATTENTION, CONV1D, FROZEN_BATCH_NORM2D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
+    for each in (
+        MULTIHEAD_ATTENTION,
+        CONV1D,
+        FROZEN_BATCH_NORM2D,
+        *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)),
+    )
 }
 DECOMPOSED = Attention | Recurrent  # what takes the place of a module and holds layers; no graph is traced through it
 

@@ -32,7 +32,9 @@ def kl_divergence(output: Tensor, reference: Tensor) -> float:
 def relative_error(output: Any, reference: Any) -> float:
     """|output - reference|^2 / |reference|^2, of several tensors the mean of each one's; for outputs of any shape."""
     pairs = list(zip(tree_leaves(output), tree_leaves(reference), strict=False))
-    shapes = [[tuple(one.shape) for one in tree_leaves(each) if isinstance(one, Tensor)] for each in (output, reference)]
+    shapes = [
+        [tuple(one.shape) for one in tree_leaves(each) if isinstance(one, Tensor)] for each in (output, reference)
+    ]
     if shapes[0] != shapes[1] or not shapes[0]:
         raise ConfigError(
             f"the outputs to compare are of shapes {shapes[0]!s:.80} and {shapes[1]!s:.80}. What a detector keeps "

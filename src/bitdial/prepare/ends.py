@@ -115,7 +115,7 @@ class _WeightFlow(TorchFunctionMode):
         self._mark(self.data, batch, frozenset((INPUT,)))
 
     def reaching(self, output: Any) -> frozenset[int]:
-        """The products that the tensors of an output, or of the fields of objects in it, come from or were chosen by."""
+        """The products that the tensors of an output, or of the fields of its objects, come from or were chosen by."""
         leaves = tree_leaves(output)
         objects = [vars(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
         tensors = [leaf for leaf in (*leaves, *tree_leaves(objects)) if isinstance(leaf, Tensor)]

@@ -44,7 +44,9 @@ class LayerOutputs:
                 stack.callback(hook.remove)
             call(model, batch)
         if not found:
-            raise ConfigError(f"{self}: none of them was called; a model on integer kernels calls others: kernels='float'")
+            raise ConfigError(
+                f"{self}: none of them was called; a model on integer kernels calls others: kernels='float'"
+            )
         return found
 
     def __repr__(self) -> str:

@@ -44,7 +44,8 @@ def split_batch(inputs: Batch, targets: Any, index: Tensor | None, count: int) -
             return leaf[start : start + size] if _is_split(leaf) else leaf
 
         share = min(size, samples - start) / samples
-        parts.append(Part(*(tree_map(piece, some, is_leaf=whole) for some in (inputs, targets, index)), share))
+        some = [tree_map(piece, each, is_leaf=whole) for each in (inputs, targets, index)]
+        parts.append(Part(some[0], some[1], some[2], share))
     return parts
 
 

@@ -110,10 +110,11 @@ def recalibrate_norms(
     hundred samples loses accuracy by itself.
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. A tensor or dict by itself
-    is one batch. Frozen norms of detectors stay as they are in an average. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
-    sees. Only the sets that are used change; weights, scales and other sets stay. After an error all statistics are
-    what they were. Use it for settings that were not trained, or seldom: plans, or weight bits that differ from
-    activation bits; with batches as in training, augmented if they were.
+    is one batch. Frozen norms of detectors stay as they are in an average. Settings in a list take turns, batch by
+    batch, and a set that several of them use averages all that it sees. Only the sets that are used change; weights,
+    scales and other sets stay. After an error all statistics are what they were. Use it for settings that were not
+    trained, or seldom: plans, or weight bits that differ from activation bits; with batches as in training, augmented
+    if they were.
     """
     settings = plan if isinstance(plan, list) else [plan]
     check_choice("method", method, ("average", "difference"))
@@ -130,7 +131,9 @@ def recalibrate_norms(
         with at_bits(model, setting):
             norms |= _norms_in_use(model)
     if not norms:
-        raise TrainingError("all switchable norms of the model are frozen; method='difference' corrects their statistics")
+        raise TrainingError(
+            "all switchable norms of the model are frozen; method='difference' corrects their statistics"
+        )
     with at_bits(model, settings[0]), evaluating(model), _averaging(norms):
         for number, batch in enumerate(itertools.chain([first], several), start=1):
             _check_inputs(batch, number, first)

@@ -14,10 +14,10 @@ class History:
     """What a run leaves behind: a row per epoch, and samples of the scale gradients.
 
     A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `losses` (of a model that
-    returns its own, by name), `train_top1` (if the targets are class labels), `top1` (if evaluated; `measured` by a measure of your own, None where not finite), `scale_rate`
-    (mean ALRS rate) and `stopped` (share of steps at which that rate was 0). `gradients` has, by width, a list of
-    {"step", "weight": per layer, "act": per layer}: the largest scale gradients. `ended` is why a callback ended the
-    run early, None if none did.
+    returns its own, by name), `train_top1` (if the targets are class labels), `top1` (if evaluated; `measured` by a
+    measure of your own, None where not finite), `scale_rate` (mean ALRS rate) and `stopped` (share of steps at which
+    that rate was 0). `gradients` has, by width, a list of {"step", "weight": per layer, "act": per layer}: the largest
+    scale gradients. `ended` is why a callback ended the run early, None if none did.
     """
 
     layers: list[str]
