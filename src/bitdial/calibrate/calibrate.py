@@ -171,7 +171,7 @@ class _Calibration:
         after = self.float_values.copy()
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
         with watch_means(self.reference, bare) as means:
-            after.advance(self.reference, block, lambda name, x: plain.setdefault(name, reference_of(x, name)))
+            after.advance(self.reference, block, _noting(plain))
         if block.layers:
             after.weigh(block, self.layers[block.layers[-1]].kind.image_dims)
         if bare:
@@ -222,7 +222,7 @@ class _Calibration:
         plain = self.float_values.first(count)
         quantized = {bits: values.first(count) for bits, values in self.values.items()}
         found: dict[str, Reference] = {}
-        plain.copy().advance(self.reference, block, lambda name, x: found.setdefault(name, reference_of(x, name)))
+        plain.copy().advance(self.reference, block, _noting(found))
         rounding = BlockRounding(self.model, self.reference, block, self.settings, self.config, seed=number)
         rounding.run(plain, quantized, _leave, lambda: self._corrector(found))
 
@@ -263,6 +263,16 @@ class _Calibration:
             self.values[bits].enter(self.model, block, self.float_values)
             self.values[bits].advance(self.model, block, _leave)
         self.float_values.advance(self.reference, block, _leave)
+
+
+def _noting(references: dict[str, Reference]) -> AtNorm:
+    """What fills `references` with those of the norms that a pass comes to; that of a norm's first calls."""
+
+    def at_norm(name: str, inputs: list[Tensor]) -> None:
+        if name not in references:
+            references[name] = reference_of(inputs, name)
+
+    return at_norm
 
 
 def _leave(name: str, inputs: list[Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import PH
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 from torch.utils.weak import WeakIdKeyDictionary
@@ -173,7 +174,7 @@ def _traced(model: nn.Module, name: str, one: _Call) -> list[Block]:
     if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         raise ConfigError("it takes more than tensors")
     arguments = zip(parameters, one.arguments, strict=True)
-    forms = {key: tree_map(lambda leaf: fx.PH if isinstance(leaf, Tensor) else leaf, value) for key, value in arguments}
+    forms = {key: tree_map(lambda leaf: PH if isinstance(leaf, Tensor) else leaf, value) for key, value in arguments}
     blocks = find_blocks(model, forms, inside=name)
     places = [node for block in blocks for node in block.nodes if node.op == "placeholder"]
     if len(places) != len(leaves) or any(isinstance(leaf, Tensor) and not leaf.numel() for leaf in leaves):

@@ -1,5 +1,6 @@
 """The values that go from block to block, for all samples, at one setting; and how a block is run on them."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -82,11 +83,11 @@ class Values:
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
-                if place and _is_call(block.nodes[place - 1], str(node.target)):
+                if place and _is_call(str(node.target), block.nodes[place - 1]):
                     continue
                 if not self._run(root, block, done, place):
                     return
-                several = itertools.takewhile(lambda n, name=node.target: _is_call(n, name), block.nodes[place:])
+                several = itertools.takewhile(functools.partial(_is_call, str(node.target)), block.nodes[place:])
                 reads = [_first(each) for each in several]
                 at_norm(str(node.target), [batch[read] for batch in self.batches for read in reads])
                 done = place
@@ -234,7 +235,7 @@ def _arguments_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) 
     raise ConfigError(f"the model did not call {name!r} on one of the batches; give it batches on which it does")
 
 
-def _is_call(node: fx.Node, module: Any) -> bool:
+def _is_call(module: str, node: fx.Node) -> bool:
     return node.op == "call_module" and node.target == module
 
 

@@ -86,6 +86,6 @@ def observe_inputs(
     if unseen := [name for name in layers if name in empty and name not in seen]:
         raise QuantizationError(
             f"layer {unseen[0]!r}: the calibration batch gives it an empty input. Does a detector find nothing in "
-            "these images? Give others, or let it keep low scores while it is prepared (score_thresh, score_threshold = 0)"
+            "these images? Give others, or let it keep low scores meanwhile (score_thresh, score_threshold = 0)"
         )
     return seen
