@@ -8,11 +8,13 @@ live = load("model.safetensors", float_model)
 set_bits(live, 4)
 """
 
+import importlib as _importlib
 import typing as _typing
 
 from bitdial._cpu import guard_onednn
 from bitdial._package import load_when_asked as _load_when_asked
 from bitdial._version import __version__
+from bitdial._when_imported import when_imported as _when_imported
 
 guard_onednn()  # before anything imports torch
 
@@ -167,4 +169,10 @@ _load_when_asked(
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },
+)
+
+# So that `AutoModelForCausalLM.from_pretrained(folder)` gives a live model.
+_when_imported(
+    "transformers.quantizers.auto",
+    lambda: _importlib.import_module("bitdial.export.transformers_quantizer").register(),
 )
