@@ -137,13 +137,13 @@ def describing(artifact: Artifact, settings: dict[str, Any], bits: int | str | d
 def write_settings(
     folder: Path, settings: dict[str, Any], generation: dict[str, Any] | None, files: list[Path]
 ) -> None:
-    """Write `config.json` last: a folder without it is none."""
+    """Write `config.json`, in transformers' order, and last: a folder without it is none."""
     for file in files:
         if file.resolve() != (folder / file.name).resolve():
             copy_file(file, folder / file.name)
     if generation is not None:
         write_json(folder / GENERATION, generation)
-    write_json(folder / CONFIG, settings)
+    write_json(folder / CONFIG, dict(sorted(settings.items())))
 
 
 def check_float(described: Any) -> None:

@@ -28,7 +28,7 @@ from bitdial.export.transformers_folder import (
 )
 from bitdial.export.transformers_live import as_pretrained
 from bitdial.live.kernel_choice import choose_kernels
-from bitdial.live.load import load_into
+from bitdial.live.load import load_into, usable_device
 from bitdial.live.skeleton import NoInitialValues
 
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
@@ -84,7 +84,7 @@ def _classes() -> tuple[type, type]:
             self.loading: Loading | None = Loading(quantization_config.to_dict())
 
         def update_device_map(self, device_map: Any) -> None:
-            self.loading.device = one_device(device_map)
+            self.loading.device = usable_device(one_device(device_map))
 
         def update_attn_implementation(self, config: Any) -> Any:
             return self.loading.see_config(config)

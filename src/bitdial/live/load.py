@@ -97,7 +97,7 @@ def load_into(
 def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool) -> nn.Module:
     """Make `model` the live model; if the artifact is our `own`, its tensors may become the model's, and are gone."""
     device, dtype, kernels, bit_choices, master = options
-    device = _usable(device)
+    device = usable_device(device)
     kernels = choose_kernels(artifact, device, dtype, kernels)
     offered = check_offer(artifact, kernels, bit_choices, master)
     words: dict[str, nn.Module] = {}
@@ -130,7 +130,7 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     return live
 
 
-def _usable(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
     """`device`, if this machine has it."""
     try:
         found = torch.device(device)
