@@ -205,7 +205,8 @@ def test_a_folder_gives_config_and_tokenizer(made: Path, tmp_path: Path, capsys:
     assert {p.name for p in (tmp_path / "out").iterdir()} == names
     assert torch.equal(logits(load_pretrained(tmp_path / "out")), logits(load_pretrained(made)))
     assert (
-        read_artifact(tmp_path / "out" / "bitdial.safetensors").digest == read_artifact(made / "bitdial.safetensors").digest
+        read_artifact(tmp_path / "out" / "bitdial.safetensors").digest
+        == read_artifact(made / "bitdial.safetensors").digest
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bitdial import (
     BitPlan,
@@ -43,9 +44,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:
-    out = model.generate(
-        input_ids=IDS, attention_mask=torch.ones_like(IDS), min_new_tokens=12, max_new_tokens=12, do_sample=False, **options
-    )  # fmt: skip
+    plain = {"attention_mask": torch.ones_like(IDS), "min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False}
+    out = model.generate(input_ids=IDS, **plain, **options)
     tokens: list[list[int]] = out[:, IDS.shape[1] :].tolist()
     return tokens
 
@@ -168,16 +168,16 @@ def test_widths_in_threads(made: Path) -> None:
         runs = [(bits, threads.submit(generated, views[bits])) for _ in range(3) for bits in WIDTHS]
         assert all(run.result() == alone[bits] for bits, run in runs)
     assert set(get_bits(live).values()) == {(8, 8)}
-    packed = load_pretrained(made, kernels="packed", dtype=torch.bfloat16)
-    own, one = tensors(packed), resident_bytes(packed)
-    view = view_at_bits(packed, 2)
-    assert resident_bytes(view) == one
-    assert tensors(view) == own, "a view of packed prefixes has no memory of its own"
 
 
-def tensors(model: Any) -> set[int]:
-    found = [*model.parameters(), *model.buffers()]
-    return {tensor.data_ptr() for tensor in found if tensor.numel()}
+def test_the_memory_of_views(made: Path) -> None:
+    """Float kernels: the weights in use are each view's own. Packed ones, of codes that are prefixes: nothing is."""
+    for kernels, own in (("float", len(WIDTHS) + 1), ("packed", 1)):
+        live = load_pretrained(made, kernels=kernels, dtype=torch.bfloat16)
+        one = resident_bytes(live)
+        together = resident_bytes(nn.ModuleList([live, *(view_at_bits(live, bits) for bits in WIDTHS)]))
+        assert together == one | {"active": own * one["active"]}
+        assert one["active"] > 0
 
 
 def test_a_trainer_refuses_it(made: Path, tmp_path: Path) -> None:

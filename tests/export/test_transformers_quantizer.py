@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-import bitdial
 from bitdial import BitPlan, Rule, get_bits, load_pretrained, rotate, set_bits
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.export.transformers_quantizer import one_device, register
-from bitdial.live.engines.packed import PackedEngine
 
 from .tiny_models import change, folder_of, logits, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("accelerate")
-
-Read = Callable[..., Any]
 
 
 def read(folder: Path, **options: Any) -> Any:
@@ -61,7 +57,8 @@ def test_it_is_the_model_of_load_pretrained(tmp_path: Path) -> None:
         folder = folder_of(model, tmp_path / name, **settings)
         live, known = read(folder, local_files_only=True), load_pretrained(folder)
         assert type(live) is type(known) is type(tiny({"qwen": "Qwen2", "gemma": "Gemma"}.get(name, "Llama")))
-        assert not live.training and not any(p.requires_grad or p.is_meta for p in live.parameters())
+        assert not live.training
+        assert not any(p.requires_grad or p.is_meta for p in live.parameters())
         if name != "embedding":
             assert (live.lm_head.weight is live.model.embed_tokens.weight) == (name in ("tied", "gemma"))
         assert get_bits(live) == get_bits(known), "the highest width"
@@ -71,7 +68,8 @@ def test_it_is_the_model_of_load_pretrained(tmp_path: Path) -> None:
             assert torch.equal(logits(live), logits(known)), name
         assert list(live.state_dict()) == list(known.state_dict())
         assert live.generation_config.to_dict() == known.generation_config.to_dict()
-        assert live.config.to_dict() == known.config.to_dict()
+        place = {"_name_or_path": ""}  # transformers' own remembers it
+        assert live.config.to_dict() | place == known.config.to_dict() | place
 
 
 def test_the_width_to_begin_with(made: Path) -> None:
@@ -79,7 +77,8 @@ def test_the_width_to_begin_with(made: Path) -> None:
     assert widths(read(made, bits=4)) == {(4, 4)}
     live = transformers.LlamaForCausalLM.from_pretrained(made, bits="3.9 bits")
     assert widths(live) == {(3, 3), (4, 4)}
-    assert not hasattr(live.config, "bits") and not hasattr(live.config, "transformers_weights")
+    assert not hasattr(live.config, "bits")
+    assert not hasattr(live.config, "transformers_weights")
     plan = BitPlan({"model.layers.1.mlp.up_proj": 2}, default=3).to_dict()
     assert widths(read(made, bits=plan)) == {(2, 2), (3, 3)}
     with pytest.raises(PlanError, match="bits=5 is not in bit_choices"):
@@ -197,11 +196,10 @@ def flip(path: Path) -> None:
 def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="does not fit"):
         transformers.AutoModel.from_pretrained(made)  # without its head
+    config = transformers.AutoConfig.from_pretrained(made)
+    config.distributed_config = {"tp_size": 2}
     with pytest.raises(ConfigError, match="is on one device; leave out distributed_config"):
-        config = transformers.AutoConfig.from_pretrained(made)
-        config.distributed_config = {"tp_size": 2}
         read(made, config=config)
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match="bitdial does require the model to be pre-quantized"):
         read(tmp_path / "float", quantization_config={"quant_method": "bitdial"})
-    assert bitdial.__name__ == "bitdial"

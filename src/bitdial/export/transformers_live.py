@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitdial.artifact import Artifact, read_artifact
+from bitdial.artifact import read_artifact
 from bitdial.dial.dial import unwrap
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.export.transformers_folder import (

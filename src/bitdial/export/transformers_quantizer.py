@@ -34,6 +34,7 @@ from bitdial.live.skeleton import NoInitialValues
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 DEEPEST = 10_000  # transformers makes a module for each layer before the file can tell
 CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module, besides its hooks
+IGNORED = "_keys_to_ignore_on_load_unexpected"  # an attribute, a set or a list by version: tensors nobody misses
 SPREAD = ("balanced", "balanced_low_0")  # device maps by which transformers uses all GPUs
 
 
@@ -120,13 +121,15 @@ def one_device(device_map: Any) -> torch.device:
     if isinstance(device_map, str):
         several = torch.cuda.device_count() > 1
         if device_map in SPREAD and several:
-            raise ConfigError(f"device_map={device_map!r} spreads a model; a live one is on one device: 'auto', 'cuda:1'")
+            raise ConfigError(
+                f"device_map={device_map!r} spreads a model; a live one is on one device: 'auto', 'cuda:1'"
+            )
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = [torch.device("cuda", place) if isinstance(place, int) else place for place in device_map.values()]
     devices = sorted({str(name) for name in names})
     if len(devices) != 1 or devices == ["disk"]:
         raise ConfigError(
-            f"device_map places the model on {' and '.join(devices)}; a live one is on one device: 'auto', 'cpu', 'cuda:0'"
+            f"device_map places the model on {' and '.join(devices)}; a live one is on one device: 'auto' or 'cuda:0'"
         )
     return torch.device(devices[0])
 
@@ -158,17 +161,13 @@ class Loading:
             config.dtype = torch.float32
         return config
 
-    def empty(self, model: nn.Module, file: Path) -> None:
-        """Check the file against `model`, which has no memory, and take everything out of it."""
+    def empty(self, model: Any, file: Path) -> None:
+        """Read the file, and take everything out of `model`, which has no memory yet."""
         with torch.device("cpu"):  # transformers calls this where its own tensors have no memory
             self.file, self.artifact = file, checked_artifact(file, self.described)
-        try:
-            fit(self.artifact, nn.Module.float(model))
-        except BitdialError as problem:
-            raise ArtifactError(f"{file.parent / CONFIG} does not fit {file.name}: {problem}") from problem
         nothing: dict[str, Any] = {
             "_modules": {}, "_parameters": {}, "_buffers": {}, "_non_persistent_buffers_set": set(),
-            "all_tied_weights_keys": {}, "_keys_to_ignore_on_load_unexpected": {".*"},
+            "all_tied_weights_keys": {}, IGNORED: {".*"} if isinstance(vars(model).get(IGNORED), set) else [".*"],
         }  # fmt: skip
         self.before = {name: vars(model)[name] for name in nothing if name in vars(model)}
         vars(model).update(nothing)
@@ -182,8 +181,8 @@ class Loading:
         # The integer engine wraps a model, and transformers returns the one that it has made.
         kernels = choose_kernels(artifact, self.device, dtype, None)
         with torch.random.fork_rng(), NoInitialValues():
-            float_model = type(model)._from_config(model.config, dtype=torch.float32)
-        for name in ("all_tied_weights_keys", "_keys_to_ignore_on_load_unexpected"):
+            float_model = self._fitting(type(model), model.config, artifact)
+        for name in ("all_tied_weights_keys", IGNORED):
             del vars(model)[name]
         vars(model).update(self.before)
         vars(model).update({name: vars(float_model)[name] for name in CONTENT})
@@ -194,6 +193,16 @@ class Loading:
         assert live is model
         set_as_stored(live, self.bits)
         as_pretrained(live, quantizer, self.file, artifact.digest, dtype)
+
+    def _fitting(self, architecture: Any, config: Any, artifact: Artifact) -> nn.Module:
+        """The float model, with any weights; tried without memory against the file first."""
+        try:
+            with torch.device("meta"):
+                fit(artifact, architecture._from_config(config, dtype=torch.float32))
+        except BitdialError as problem:
+            raise ArtifactError(f"{self.file.parent / CONFIG} does not fit {self.file.name}: {problem}") from problem
+        model: nn.Module = architecture._from_config(config, dtype=torch.float32)
+        return model
 
     def _type(self, artifact: Artifact) -> torch.dtype | None:
         """The 16 bits to run in, None for float32. What the folder names is no request if the model cannot have it."""
