@@ -109,6 +109,8 @@ def test_16_bits(made: Path, tmp_path: Path) -> None:
 def test_devices(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("cpu", "auto", {"": "cpu"}, {"model": "cpu", "lm_head": torch.device("cpu")}):
         assert read(made, device_map=place).device.type == "cpu"
+    with pytest.raises(ConfigError, match="device='here' is not a device"):
+        read(made, device_map={"": "here"})
     for place in ({"model": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": 1}, {"": "disk"}):
         with pytest.raises(ConfigError, match="a live one is on one device"):
             read(made, device_map=place)
@@ -200,6 +202,9 @@ def test_what_else_is_refused(made: Path, tmp_path: Path) -> None:
     config.distributed_config = {"tp_size": 2}
     with pytest.raises(ConfigError, match="is on one device; leave out distributed_config"):
         read(made, config=config)
+    config.distributed_config = None
+    with pytest.raises(ConfigError, match="give the folder, and no state_dict"):
+        transformers.LlamaForCausalLM.from_pretrained(None, config=config, state_dict={})
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match="bitdial does require the model to be pre-quantized"):
         read(tmp_path / "float", quantization_config={"quant_method": "bitdial"})

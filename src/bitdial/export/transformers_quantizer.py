@@ -82,10 +82,10 @@ def _classes() -> tuple[type, type]:
 
         def __init__(self, quantization_config: Any, **kwargs: Any):
             super().__init__(quantization_config, **kwargs)
-            self.loading: Loading | None = Loading(quantization_config.to_dict())
+            self.loading: Any = Loading(quantization_config.to_dict())  # None behind it
 
         def update_device_map(self, device_map: Any) -> None:
-            self.loading.device = usable_device(one_device(device_map))
+            self.loading.device = one_device(device_map)
 
         def update_attn_implementation(self, config: Any) -> Any:
             return self.loading.see_config(config)
@@ -97,6 +97,8 @@ def _classes() -> tuple[type, type]:
             return dtype
 
         def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **_: Any) -> Any:
+            if not checkpoint_files:
+                raise ConfigError("a live model is made of a folder's file; give the folder, and no state_dict")
             self.loading.empty(model, Path(checkpoint_files[0]))
             return model
 
@@ -131,7 +133,7 @@ def one_device(device_map: Any) -> torch.device:
         raise ConfigError(
             f"device_map places the model on {' and '.join(devices)}; a live one is on one device: 'auto' or 'cuda:0'"
         )
-    return torch.device(devices[0])
+    return usable_device(devices[0])
 
 
 class Loading:
@@ -155,7 +157,8 @@ class Loading:
                 if isinstance(depth := getattr(part, key, None), int) and depth > DEEPEST:
                     raise ArtifactError(f"{key} is {depth} in the config; no model has more than {DEEPEST} layers")
         self.bits = getattr(config, BITS_ENTRY, None)
-        if hasattr(config, WEIGHTS_ENTRY) or (Path(config.name_or_path or "") / ARTIFACT).is_file():
+        name = config.name_or_path  # empty where the user gave a class of models, not an auto class
+        if hasattr(config, WEIGHTS_ENTRY) or (name and (Path(name) / ARTIFACT).is_file()):
             setattr(config, WEIGHTS_ENTRY, ARTIFACT)
         if config.dtype is None:  # else transformers takes that of the first tensor
             config.dtype = torch.float32
