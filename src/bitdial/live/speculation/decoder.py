@@ -3,7 +3,7 @@
 fast = speculate(live, draft_bits=2)
 text = fast.generate(**inputs, max_new_tokens=100)
 
-Both widths use one cache of keys and values. It always holds those of the model's own width for all tokens but the last:
+Both widths use one cache. It always holds keys and values of the model's own width, for all tokens but the last:
 
     draft     the low width reads that cache, and adds its own keys and values while it drafts n tokens
     forget    the cache is cropped to where it was, so nothing of the low width stays
@@ -56,7 +56,7 @@ def speculate(
 ) -> "SpeculativeDecoder":
     """A decoder whose `generate` writes what `model.generate` does, greedily, with drafts at `draft_bits`.
 
-    `model` is a live decoder of transformers; it checks the drafts at the setting that it has when `generate` is called.
+    `model` is a live decoder of transformers. It checks drafts at the setting that it has when `generate` is called.
     Drafts come from a view of it (`view_at_bits`). `draft_length` is the number of tokens to draft at a time, 1 to 32;
     None chooses it by what is measured.
     """
@@ -103,8 +103,8 @@ class SpeculativeDecoder:
         **extra: Any,
     ) -> Any:
         """The loop that takes the place of transformers' own; it has prepared everything."""
-        extra.pop("streamer", None)
-        check_call(input_ids, generation_config, extra, synced_gpus=synced_gpus)
+        check_settings({"synced_gpus": synced_gpus})
+        check_call(input_ids, generation_config, extra)
         text = _Text(input_ids, logits_processor, stopping_criteria, generation_config, extra)
         done = SpeculationStatistics(passes=1)
         if streamer is not None:
@@ -163,7 +163,7 @@ class SpeculativeDecoder:
 
 
 class _Text:
-    """A text that grows, with its cache, which holds all of its tokens but the last, and its own `generate` settings."""
+    """A text that grows, its cache, which holds all of its tokens but the last, and the settings of its `generate`."""
 
     def __init__(self, ids: Tensor, processors: Any, criteria: Any, config: Any, extra: dict[str, Any]):
         self.ids, self.finished = ids, False

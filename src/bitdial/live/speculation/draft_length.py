@@ -4,8 +4,8 @@ Say that a drafted token is right with probability a, by itself. A check of n dr
 
     1 + a + a^2 + ... + a^n
 
-tokens on average: those drafted up to the first wrong one, and one of the model's own. It costs n drafting passes and one
-pass over n + 1 tokens. The length is the n that yields the most tokens a second. n = 0 is plain decoding.
+tokens on average: those drafted up to the first wrong one, and one of the model's own. It costs n drafting passes and
+one pass over n + 1 tokens. The length is the n that yields the most tokens a second. n = 0 is plain decoding.
 
 All three numbers are measured as the text is written. What is older than MEMORY checks is forgotten, so a length that
 was too slow once is tried again, and drafting itself too.
