@@ -13,7 +13,7 @@ A row has
 
     acceptance         the share of right ones among drafted tokens that were judged
     tokens_per_pass    new tokens for each pass at --bits, 1 in plain decoding
-    ratio              tokens a second over those of plain decoding in the same run
+    ratio              the time of plain decoding over that of drafts, median of the prompts, which both take in turn
     identical          how many of the `prompts` have the text of plain decoding, token by token
     first_difference   where others first differ: how far plain decoding's likeliest token is ahead of the next
 """
@@ -21,6 +21,7 @@ A row has
 import argparse
 import json
 import platform
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -74,32 +75,32 @@ def encoded(tokenizer: Any, prompts: list[str], device: str) -> list[Tensor]:
     return found
 
 
-def timed(decoder: Any, prompts: list[Tensor], tokens: int) -> tuple[list[Tensor], float]:
-    """The texts that `decoder.generate` makes of the prompts, and its seconds; one prompt goes before, to warm up."""
-    how = {"max_new_tokens": tokens, "do_sample": False}
-    decoder.generate(prompts[0], **{**how, "max_new_tokens": 4})
-    if prompts[0].is_cuda:
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    texts = [decoder.generate(prompt, **how)[0].cpu() for prompt in prompts]
-    return texts, time.perf_counter() - began
+class Timed:
+    """Texts of one decoder, and the seconds that each of them took."""
 
+    def __init__(self, decoder: Any, tokens: int):
+        self.decoder, self.tokens = decoder, tokens
+        self.texts: list[Tensor] = []
+        self.seconds: list[float] = []
+        self.new = 0
+        self.statistics: list[Any] = []
 
-class Counted:
-    """A speculative decoder whose statistics are added up."""
+    def warm_up(self, prompt: Tensor) -> None:
+        """Generate a little that is not counted."""
+        self.decoder.generate(prompt, max_new_tokens=4, do_sample=False)
 
-    def __init__(self, decoder: Any):
-        self.decoder, self.calls = decoder, []
-
-    def generate(self, *args: Any, **settings: Any) -> Any:
-        """What the decoder generates."""
-        out = self.decoder.generate(*args, **settings)
-        self.calls.append(self.decoder.statistics)
-        return out
+    def run(self, prompt: Tensor) -> None:
+        """Continue one prompt."""
+        began = time.perf_counter()
+        text = self.decoder.generate(prompt, max_new_tokens=self.tokens, do_sample=False)[0].cpu()
+        self.seconds.append(time.perf_counter() - began)
+        self.texts.append(text)
+        self.new += len(text) - prompt.shape[1]
+        self.statistics.append(getattr(self.decoder, "statistics", None))
 
     def total(self, name: str) -> int:
-        """The sum of a count over all calls but the first, which warms up."""
-        return sum(getattr(each, name) for each in self.calls[1:])
+        """The sum of a count of speculative decoding."""
+        return sum(getattr(each, name) for each in self.statistics)
 
 
 def margin(model: Any, plain: Tensor, other: Tensor) -> float | None:
@@ -115,26 +116,33 @@ def margin(model: Any, plain: Tensor, other: Tensor) -> float | None:
 
 
 def measure(live: Any, prompts: list[Tensor], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each draft width and length."""
+    """A row for each draft width and length. Plain and speculative decoding take turns, prompt by prompt."""
     set_bits(live, options.bits)
-    texts, seconds = timed(live, prompts, options.tokens)
-    new = sum(len(text) - prompt.shape[1] for text, prompt in zip(texts, prompts, strict=True))
     rows = []
     for draft_bits in options.draft_bits:
         for length in options.lengths:
-            fast = Counted(speculate(live, draft_bits, draft_length=length or None))
-            drafted_texts, own = timed(fast, prompts, options.tokens)
-            margins = [margin(live, a, b) for a, b in zip(texts, drafted_texts, strict=True)]
+            decoder = speculate(live, draft_bits, draft_length=length or None)
+            plain, fast = Timed(live, options.tokens), Timed(decoder, options.tokens)
+            for each in (plain, fast):
+                each.warm_up(prompts[0])
+            for prompt in prompts:
+                plain.run(prompt)
+                fast.run(prompt)
+            margins = [margin(live, a, b) for a, b in zip(plain.texts, fast.texts, strict=True)]
+            ratios = [a / b for a, b in zip(plain.seconds, fast.seconds, strict=True)]
             row = {
                 "what": "speculative", "bits": options.bits, "draft_bits": draft_bits,
                 "draft_length": length or "adapted", "batch": 1, "prompts": len(prompts),
                 "tokens": fast.total("tokens"), "passes": fast.total("passes"), "drafted": fast.total("drafted"),
+                "judged": fast.total("judged"), "accepted": fast.total("accepted"),
                 "acceptance": round(fast.total("accepted") / max(1, fast.total("judged")), 4),
                 "tokens_per_pass": round(fast.total("tokens") / fast.total("passes"), 3),
-                "tokens_per_s": round(fast.total("tokens") / own, 2), "plain_tokens_per_s": round(new / seconds, 2),
-                "ratio": round(fast.total("tokens") / own / (new / seconds), 3),
+                "tokens_per_s": round(fast.new / sum(fast.seconds), 2),
+                "plain_tokens_per_s": round(plain.new / sum(plain.seconds), 2),
+                "ratio": round(statistics.median(ratios), 3),
+                "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
                 "identical": margins.count(None), "first_difference": [m for m in margins if m is not None],
-                "bit_exact": fast.decoder.bit_exact,
+                "bit_exact": decoder.bit_exact,
             }  # fmt: skip
             print(row, flush=True)
             rows.append(row)

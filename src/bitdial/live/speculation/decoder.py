@@ -192,7 +192,7 @@ class _Text:
             more["position_ids"] = torch.cat([known, known[:, -1:] + beyond], dim=1)[:, start:end].to(model.device)
         tokens = tokens.to(model.device)
         out = model(input_ids=tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **more)
-        return out.logits  # type: ignore[no-any-return]
+        return out.logits
 
     def draft(self, model: Any, count: int) -> Tensor:
         """The next `count` tokens (1, count) by `model`; the cache stays what it was."""

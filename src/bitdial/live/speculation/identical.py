@@ -91,7 +91,7 @@ def _offer_attention() -> None:
         """Attention as for one new token, for each in turn, with the keys and values up to it."""
         count, length = query.shape[2], key.shape[2]
         if count == 1:
-            return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         found, bias = [], settings.pop("position_bias", None)
         for i in range(count):
             end = length - count + 1 + i
