@@ -72,6 +72,7 @@ PUBLIC = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",

@@ -36,6 +36,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
+    from bitdial.live.speculation import speculate
     from bitdial.live.views import view_at_bits
     from bitdial.models import build_model
     from bitdial.planning import candidates, evaluate_plans, measured_search, pareto_front, search
@@ -127,6 +128,7 @@ __all__ = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -155,6 +157,7 @@ _load_when_asked(
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
+        "bitdial.live.speculation": "speculate",
         "bitdial.models": "build_model",
         "bitdial.planning": "candidates evaluate_plans measured_search pareto_front search",
         "bitdial.planning.cost": "measure_costs",
