@@ -184,7 +184,13 @@ def _q2_k(p: Parts) -> list[Array]:
 
 def _q3_k(p: Parts) -> list[Array]:
     scales = p.multipliers + np.uint8(32)
-    return [_fold(p.q >> 2, 1, 32), _fold(p.q & 3, 2, 32), _fold(scales & 15, 4, 8), _fold(scales >> 4, 2, 4), _bytes(p.d)]
+    return [
+        _fold(p.q >> 2, 1, 32),
+        _fold(p.q & 3, 2, 32),
+        _fold(scales & 15, 4, 8),
+        _fold(scales >> 4, 2, 4),
+        _bytes(p.d),
+    ]
 
 
 def _scales_and_minima(p: Parts) -> list[Array]:
