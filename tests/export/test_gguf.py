@@ -19,8 +19,9 @@ transformers = pytest.importorskip("transformers", minversion="5")
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore:.*stay in float:UserWarning")
 TOKENS = torch.arange(12).reshape(2, 6)
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+SIZES = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 256, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1,
+         "eos_token_id": 2}  # fmt: skip
 NAMES = {  # of transformers and of llama.cpp, written down from its documentation of tensor names
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -99,7 +100,7 @@ def test_every_tensor_is_ours_bit_for_bit(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path, kind, config=config, **HALF)
     live = load(path, model_of(kind, **config))
     types: dict[int, set[str]] = {}
-    for bits in (8, 6, 4, 3, 2):
+    for bits in (8, 6, 4, 3, 2) if kind == "Llama" else (8, 2):
         set_bits(live, bits)
         done = export_gguf(path, tmp_path / "out.gguf", tmp_path / "float", bits=bits, exact=True, tokenizer=False)
         assert done.rounded == {}
@@ -114,7 +115,8 @@ def test_every_tensor_is_ours_bit_for_bit(tmp_path: Path, kind: str) -> None:
         types[bits] = set(done.types)
         assert {each for name, each in of.items() if "norm" in name or name.endswith("bias")} == {"F32"}
         assert fields["general.architecture"] == kind.lower()
-    assert types == {8: {"Q8_0"}, 6: {"Q8_0", "Q6_K"}, 4: {"Q4_0"}, 3: {"Q4_0", "Q3_K"}, 2: {"Q4_0", "Q2_K"}}
+    whole = {8: {"Q8_0"}, 6: {"Q8_0", "Q6_K"}, 4: {"Q4_0"}, 3: {"Q4_0", "Q3_K"}, 2: {"Q4_0", "Q2_K"}}
+    assert types == {bits: whole[bits] for bits in types}
 
 
 def test_the_fields_are_those_of_the_config(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_the_fields_are_those_of_the_config(tmp_path: Path) -> None:
     export_gguf(path, tmp_path / "out.gguf", tmp_path / "float", bits=2, tokenizer=False)
     _, fields, _ = read(tmp_path / "out.gguf")
     assert {name.removeprefix("llama."): fields[name] for name in fields if name.startswith("llama.")} == {
-        "block_count": 2, "context_length": 2048, "embedding_length": 64, "feed_forward_length": 256,
+        "block_count": 1, "context_length": 2048, "embedding_length": 64, "feed_forward_length": 256,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
         "attention.value_length": 16, "rope.dimension_count": 16, "rope.freq_base": 10000.0, "vocab_size": 40,
         "attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
@@ -133,7 +135,7 @@ def test_the_fields_are_those_of_the_config(tmp_path: Path) -> None:
 
 def test_schemes_between_the_integers(tmp_path: Path) -> None:
     """Values in the middle of a cell are whole numbers of half a step, or have minima."""
-    for scheme, widths in (("nested", (8, 6, 4, 3, 2)), ("nested+8", (8, 4, 3)), ("centred", (6, 4, 2))):
+    for scheme, widths in (("nested", (8, 6, 4, 3, 2)), ("nested+8", (8, 3)), ("centred", (2,))):
         path = written(tmp_path / scheme, scheme=scheme, **HALF)
         live = load(path, model_of("Llama"))
         for bits in widths:
@@ -154,7 +156,7 @@ def test_what_had_to_be_rounded_is_said_and_exact_refuses_it(
     live = load(path, model_of("Llama"))
     set_bits(live, 4)
     ours, (theirs, _, _) = expected(live, "Llama"), read(done.path)
-    assert len(done.rounded) == 15  # with the head
+    assert len(done.rounded) == 8  # with the head
     for name, said in done.rounded.items():
         exact, rounded = (values[renamed(f"{name}.weight")].double() for values in (ours, theirs))
         off = (rounded - exact).abs()
@@ -164,8 +166,8 @@ def test_what_had_to_be_rounded_is_said_and_exact_refuses_it(
     words = ["export", str(path), "--gguf", str(tmp_path / "cli.gguf"), "--model", str(tmp_path / "float")]
     assert main([*words, "--bits", "4", "--no-tokenizer"]) == 0
     said = capsys.readouterr().out
-    assert "layers: 15 x Q4_0" in said
-    assert "Rounded: scales of 15 of 15 layers" in said
+    assert "layers: 8 x Q4_0" in said
+    assert "Rounded: scales of 8 of 8 layers" in said
     assert f"{max(each.rms for each in done.rounded.values()):.3%} (rms)" in said
     (tmp_path / "cli.gguf").unlink()
     assert main([*words, "--bits", "4", "--no-tokenizer", "--exact"]) == 1
@@ -201,6 +203,8 @@ def test_embedding_and_head(tmp_path: Path) -> None:
     assert "output.weight" not in types
     assert torch.equal(tensors["token_embd.weight"], expected(live, "Llama")["token_embd.weight"])
     model = model_of("Llama", **tied).to(torch.bfloat16)
+    with torch.no_grad():
+        model.get_parameter("model.embed_tokens.weight")[3, 5] = 1e-30  # beyond halves
     model.save_pretrained(tmp_path / "b/float")  # type: ignore[operator]
     config = QuantConfig(bit_choices=(8, 4), activations="float", **HALF)  # type: ignore[arg-type]
     save(prepare(model, config, {"input_ids": TOKENS}), tmp_path / "b/model.safetensors")
@@ -256,7 +260,7 @@ def test_wrong_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         export_gguf(path, path, tmp_path / "float", bits=4)
     with pytest.raises(ExportError, match="is no transformers folder"):
         export_gguf(path, out, tmp_path / "nowhere", bits=4)
-    other = written(tmp_path / "other", config={"num_hidden_layers": 3})
+    other = written(tmp_path / "other", config={"num_hidden_layers": 2})
     with pytest.raises(ArtifactError, match="does not fit"):
         export_gguf(path, out, other.parent / "float", bits=4)
     with pytest.raises(BitdialError, match="5"):

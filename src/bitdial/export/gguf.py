@@ -7,7 +7,7 @@ never quantised again, and decoded by the library to see what rounding scales to
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch

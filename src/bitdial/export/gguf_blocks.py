@@ -5,10 +5,10 @@
     scales of two levels        Q3_K, Q6_K              weight = d * sc * q
     ... and minima              Q2_K, Q4_K, Q5_K        weight = d * sc * q - dmin * mn
 
-d, m and dmin are IEEE halves; sc and mn are whole numbers, one for each part of a block. Ours is (code + offset) * step.
-So q is our weight integer, or the code counted from the lowest one, whose value is then the minimum; sc and mn are the
-multipliers of our groups. Nothing is rounded but the halves. What that costs is found by decoding the blocks with the
-library.
+d, m and dmin are IEEE halves; sc and mn are whole numbers, one for each part of a block. Our weight is (code + offset) *
+step. So q is our weight integer, or the code counted from the lowest one, whose value is then the minimum; sc and mn are
+the multipliers of our groups. Nothing is rounded but the halves. What that costs is found by decoding the blocks with
+the library.
 """
 
 from collections.abc import Callable, Iterator
@@ -194,7 +194,7 @@ def _q3_k(p: Parts) -> list[Array]:
 
 
 def _scales_and_minima(p: Parts) -> list[Array]:
-    """12 bytes of 6-bit numbers: four low ones whole, the upper two bits of the other four above them, then the rest."""
+    """12 bytes of 6-bit numbers: four whole, the upper two bits of the other four above them, then their rest."""
     low, high = p.multipliers[:, :4], p.multipliers[:, 4:]
     whole = low | high >> 4 << 6
     return [whole, whole, (high & 15) | (high & 15) << 4]
@@ -241,7 +241,7 @@ class Rounding(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight as blocks of a type, a row of bytes for each row, and what rounding its halves cost: 0 and 0 if exact."""
+    """A weight as blocks of a type, in rows, and what rounding its halves cost: 0 and 0 if nothing."""
 
     type: str
     blocks: Array

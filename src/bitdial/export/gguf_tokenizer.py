@@ -28,9 +28,9 @@ _SPLITS: dict[tuple[Any, ...], str] = {
 def add_tokenizer(writer: Any, folder: Path, count: int) -> None:
     """Put the tokenizer of `folder` into GGUF's `writer`, for a model of `count` tokens."""
     try:
-        if (folder / FILE).is_file() and (steps := read_json(folder / FILE))["model"]["type"] == "BPE":
-            if not steps["model"].get("byte_fallback"):
-                return _add_bpe(writer, folder, steps, count)
+        steps = read_json(folder / FILE) if (folder / FILE).is_file() else {"model": {"type": None}}
+        if steps["model"]["type"] == "BPE" and not steps["model"].get("byte_fallback"):
+            return _add_bpe(writer, folder, steps, count)
         if (folder / PIECES).is_file():
             return _add_pieces(writer, folder, count)
     except (BitdialError, OSError):

@@ -22,8 +22,8 @@ class WeightQuantizer(nn.Module):
     derive it from the weight.
 
     A scale (rows, groups) belongs to groups of inputs. With `group_scales` 'integer' it is used as the nearest scale of
-    two levels, a number per row times a whole number per group; 'half' has rows of 7 significant bits, 'float' uses it as
-    it is.
+    two levels, a number per row times a whole number per group; with 'half' the row's has 7 significant bits; 'float'
+    uses it as it is.
 
     `scale_gradient` 'printed' leaves the factor 2^shift out of the shared scale's gradient, as the paper's text does.
     """
