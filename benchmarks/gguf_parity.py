@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import llama_cpp
 import numpy as np
 import torch
 from timing import command
@@ -60,8 +59,10 @@ def of_live(live: nn.Module) -> Next:
     return logits
 
 
-def of_llama_cpp(path: Path) -> tuple[llama_cpp.Llama, Next]:
+def of_llama_cpp(path: Path) -> tuple[Any, Next]:
     """llama.cpp on a file, with keys and values in float32, and its logits behind some tokens."""
+    import llama_cpp
+
     model = llama_cpp.Llama(
         str(path), n_ctx=256, n_threads=torch.get_num_threads(), verbose=False,
         type_k=gguf.GGMLQuantizationType.F32, type_v=gguf.GGMLQuantizationType.F32,
@@ -125,6 +126,8 @@ def main() -> None:
     parser.add_argument("--group-scales", default="half")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gguf-parity.json")
     options = parser.parse_args()
+    import llama_cpp
+
     model, tokenizer = load_float(options.model), load_tokenizer(options.model)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     config = QuantConfig(

@@ -18,12 +18,11 @@ from bitdial.live.load import load
 
 # The options that are not for a format.
 FOREIGN = {
-    "onnx": ("model",),
-    "hf": ("bits", "input", "opset", "dtype"),
-    "compressed_tensors": ("input", "opset", "dtype"),
+    "onnx": ("model", "exact", "no_tokenizer"),
+    "hf": ("bits", "input", "opset", "dtype", "exact", "no_tokenizer"),
+    "compressed_tensors": ("input", "opset", "dtype", "exact", "no_tokenizer"),
     "gguf": ("input", "opset", "dtype"),
 }
-ONLY_GGUF = ("exact", "no_tokenizer")
 TYPES = {"float32": torch.float32, "int64": torch.int64}
 
 
@@ -32,8 +31,6 @@ def run(options: argparse.Namespace) -> None:
     kind = next(name for name in FOREIGN if getattr(options, name) is not None)
     option = f"--{kind.replace('_', '-')}"
     if given := [name for name in FOREIGN[kind] if getattr(options, name) is not None]:
-        raise ConfigError(f"--{given[0]} is not for {option}: leave it out")
-    if kind != "gguf" and (given := [name for name in ONLY_GGUF if getattr(options, name)]):
         raise ConfigError(f"--{given[0].replace('_', '-')} is not for {option}: leave it out")
     if kind != "onnx" and options.model is None:
         raise ConfigError(f"{option} needs --model DIR, the folder of the float model, with its config.json")
@@ -57,9 +54,8 @@ def _export_gguf(options: argparse.Namespace) -> None:
     if options.bits is None:
         raise ConfigError("--gguf needs --bits, such as --bits 4: a GGUF file has one setting")
     setting = resolve_setting(options.bits, read_artifact(options.file))
-    done = export_gguf(
-        options.file, options.gguf, options.model, bits=setting, exact=options.exact, tokenizer=not options.no_tokenizer
-    )
+    exact, tokenizer = bool(options.exact), not options.no_tokenizer
+    done = export_gguf(options.file, options.gguf, options.model, bits=setting, exact=exact, tokenizer=tokenizer)
     parts = [f"{len(names)} x {name}" for name, names in done.types.items()]
     print(f"Saved {done.path}: {done.bytes:,} bytes; layers: {', '.join(parts)}")
     if not done.rounded:

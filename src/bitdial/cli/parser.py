@@ -114,8 +114,12 @@ def _export_options(export: argparse.ArgumentParser) -> None:
         "--gguf", type=Path, metavar="OUT", help="a GGUF file to write, which llama.cpp runs: weights only, one setting"
     )
     export.add_argument("--model", type=Path, metavar="DIR", help="the float model's folder; for all but --onnx")
-    export.add_argument("--exact", action="store_true", help="of --gguf: refuse to round scales to half precision")
-    export.add_argument("--no-tokenizer", action="store_true", help="of --gguf: without one, for token ids only")
+    export.add_argument(
+        "--exact", action="store_const", const=True, help="of --gguf: refuse to round scales to 16 bits"
+    )
+    export.add_argument(
+        "--no-tokenizer", action="store_const", const=True, help="of --gguf: without one, for token ids only"
+    )
     export.add_argument("--bits", type=bits_setting, metavar="B", help=f"{BITS_HELP} (default: the highest width)")
     export.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"

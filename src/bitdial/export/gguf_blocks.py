@@ -5,10 +5,10 @@
     scales of two levels        Q3_K, Q6_K              weight = d * sc * q
     ... and minima              Q2_K, Q4_K, Q5_K        weight = d * sc * q - dmin * mn
 
-d, m and dmin are IEEE halves; sc and mn are whole numbers, one for each part of a block. Our weight is (code + offset) *
-step. So q is our weight integer, or the code counted from the lowest one, whose value is then the minimum; sc and mn are
-the multipliers of our groups. Nothing is rounded but the halves. What that costs is found by decoding the blocks with
-the library.
+d, m and dmin are IEEE halves; sc and mn are whole numbers, one for each part of a block. Our weight is code plus offset
+times step. So q is our weight integer, or the code counted from the lowest one, whose value is then the minimum; sc
+and mn are the multipliers of our groups. Nothing is rounded but the halves. What that costs is found by decoding the
+blocks with the library.
 """
 
 from collections.abc import Callable, Iterator

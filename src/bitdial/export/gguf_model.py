@@ -1,7 +1,8 @@
 """What GGUF calls the tensors and sizes of a language model, for the architectures that are known here.
 
 llama.cpp turns coordinates of a Llama's head in neighbouring pairs, transformers those that lie half a head apart: rows
-of queries and keys go in another order. Gemma's norms multiply by 1 + weight in transformers, and by the weight in llama.cpp.
+of queries and keys go in another order. Gemma's norms multiply by 1 + weight in transformers, and by the weight in
+llama.cpp.
 """
 
 from dataclasses import dataclass
