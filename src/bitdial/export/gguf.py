@@ -81,7 +81,7 @@ def export_gguf(
         )
     tensors = [Stored(model.name(f"{name}.weight"), each.type, each.blocks) for name, each in made.items()]
     tensors += _unquantised(live, layers, model)
-    _write(out, model, like if tokenizer else None, tensors)
+    _write(out, model, like, tensors, tokenizer=tokenizer)
     types: dict[str, list[str]] = {}
     for name, each in made.items():
         types.setdefault(each.type, []).append(name)
@@ -184,11 +184,12 @@ def _smallest(tensor: Tensor) -> tuple[str, Array]:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _write(out: Path, model: NamedModel, folder: Path | None, tensors: list[Stored]) -> None:
+def _write(out: Path, model: NamedModel, like: Path, tensors: list[Stored], *, tokenizer: bool) -> None:
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     writer = GGUFWriter(None, model.architecture.name)
     writer.add_type("model")
+    writer.add_name(like.absolute().name)
     model.describe(writer)
     sizes: dict[str, int] = {}
     for each in tensors:
@@ -198,10 +199,10 @@ def _write(out: Path, model: NamedModel, folder: Path | None, tensors: list[Stor
     most = max(sizes, key=lambda name: sizes[name])
     writer.add_file_type(LlamaFileType[FILE_TYPES.get(most, f"MOSTLY_{most}")])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    if folder is None:
-        writer.add_tokenizer_model("none")
+    if tokenizer:
+        add_tokenizer(writer, like, model.config.vocab_size)
     else:
-        add_tokenizer(writer, folder, model.config.vocab_size)
+        writer.add_tokenizer_model("none")
     with replacing(out, error=ExportError) as temporary:
         try:
             writer.write_header_to_file(temporary)

@@ -47,8 +47,9 @@ class Weight(NamedTuple):
 
     def rows(self, picked: Tensor | slice) -> "Weight":
         """Those rows of it."""
-        parts = {"codes": self.codes, "row_step": self.row_step, "multipliers": self.multipliers, "step": self.step}
-        return self._replace(**{name: None if part is None else part[picked] for name, part in parts.items()})
+        multipliers = None if self.multipliers is None else self.multipliers[picked]
+        codes, row_step, step = (part[picked] for part in (self.codes, self.row_step, self.step))
+        return self._replace(codes=codes, row_step=row_step, multipliers=multipliers, step=step)
 
     def values(self) -> Tensor:
         """The weight (rows, inputs), float32, as the live model has it."""

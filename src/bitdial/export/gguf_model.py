@@ -6,7 +6,7 @@ llama.cpp.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class NamedModel:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
         self.live = live
-        self.config: Any = live.config
+        self.config: Any = cast(Any, live).config
         check_type(self.config.model_type)
         self.architecture = ARCHITECTURES[self.config.model_type]
         self._names = get_tensor_name_map(MODEL_ARCH[self.architecture.name.upper()], self.config.num_hidden_layers)

@@ -35,7 +35,7 @@ def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
             f"layer {owner!r}: {artifact.scheme} takes its scales from the weights, and scales of two levels do not "
             "come out as they were; train on from a checkpoint, or from a file with group_scales='float'"
         )
-    half = two_levels and bf.has_half_rows(artifact.part(owner, "weight_scale"))
+    half = two_levels and bf.has_half_rows(artifact.row_scale(owner))
     if two_levels and not torch.equal(bf.two_level(scale, half=half), scale):
         raise ArtifactError(
             f"layer {owner!r}: no multiplier of a row in 'group_scale' is {bf.MOST_MULTIPLIER}, as it is in files of "
