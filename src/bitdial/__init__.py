@@ -28,6 +28,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.errors import BitdialError
     from bitdial.export import export_onnx, onnx_session_options
     from bitdial.export.compressed_tensors import export_compressed_tensors
+    from bitdial.export.gguf import export_gguf
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
     from bitdial.images import ImageBatches, ImageSettings
@@ -102,6 +103,7 @@ __all__ = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
     "get_bits",
@@ -148,6 +150,7 @@ _load_when_asked(
         "bitdial.errors": "BitdialError",
         "bitdial.export": "export_onnx onnx_session_options",
         "bitdial.export.compressed_tensors": "export_compressed_tensors",
+        "bitdial.export.gguf": "export_gguf",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
         "bitdial.images": "ImageBatches ImageSettings",
