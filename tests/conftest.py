@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +101,10 @@ def remember_types(interpreter: Any) -> None:
     interpreter._get_np_dtype, block.__init__, tensor.__init__ = number_of, make_block, make_tensor
     row.__eq__ = equal
 
+
+# What a shell starts in the background ignores Ctrl-C, and so do its children; Python then has no handler for it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
     quicken_the_interpreter()
