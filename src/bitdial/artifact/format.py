@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError
+from bitdial.files.parts import FilePart
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, QuantLayer, kind_of, usual_state
 from bitdial.prepare.report import ModelReport
@@ -26,7 +27,11 @@ FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins 
 
 @dataclass
 class Artifact:
-    """A checked artifact in memory: its manifest, its tensors, its digest and the size of its file."""
+    """A checked artifact in memory: its manifest, its tensors, its digest and the size of its file.
+
+    `parts` are those of a progressive file, and `widest` the width of the last one that was read, None if the file is
+    whole. In codes, what only wider widths need is then zero.
+    """
 
     manifest: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -35,6 +40,8 @@ class Artifact:
     plans: dict[str, BitPlan] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
     report: ModelReport | None = None
+    parts: tuple[FilePart, ...] = ()
+    widest: int | None = None
 
     @property
     def scheme(self) -> str:
@@ -43,8 +50,13 @@ class Artifact:
 
     @property
     def bit_choices(self) -> tuple[int, ...]:
-        """The widths it runs at, descending."""
+        """The widths of the file, descending."""
         return tuple(self.manifest["bit_choices"])
+
+    @property
+    def available(self) -> tuple[int, ...]:
+        """The widths it runs at, descending: all of the file's, unless parts are missing."""
+        return tuple(bits for bits in self.bit_choices if self.widest is None or bits <= self.widest)
 
     @property
     def layers(self) -> dict[str, dict[str, Any]]:
@@ -65,6 +77,10 @@ class Artifact:
     def fixed_bits(self) -> dict[str, int]:
         """The layers with a width of their own, and those widths."""
         return {name: entry["fixed_bits"] for name, entry in self.layers.items() if "fixed_bits" in entry}
+
+    def widths_of(self, layer: str, offered: tuple[int, ...]) -> tuple[int, ...]:
+        """The widths of a layer in a model that offers `offered`: these, and its own if it has one."""
+        return tuple(sorted({*offered, self.layers[layer].get("fixed_bits", offered[0])}, reverse=True))
 
     @property
     def metrics(self) -> dict[str, Any]:

@@ -115,8 +115,10 @@ def _weight(tensors: ExpectedTensors, name: str, shape: tuple[int, ...], group_s
 
 def _phase(tensors: ExpectedTensors, name: str, codes: Tensor) -> None:
     """A phase leaves the lowest codes out: their values lie below all weight integers."""
-    high = tensors.artifact.bit_choices[0]
-    least, _ = bf.scheme_of(tensors.artifact.scheme).stored_range(high)
+    high, artifact = tensors.artifact.bit_choices[0], tensors.artifact
+    least, _ = bf.scheme_of(artifact.scheme).stored_range(high)
+    unknown = max(0, high - artifact.widths_of(name, artifact.available)[0])  # planes that were not read
+    least = least >> unknown << unknown
     if least != bf.code_range(high)[0] and codes.numel() and int(codes.min()) < least:
         raise ArtifactError(f"layer {name!r}: code {int(codes.min())} is below {least}, the least of this scheme")
 

@@ -87,9 +87,9 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
 def unpack_planes(planes: Tensor, bits: int, count: int, *, first: int = 0) -> Tensor:
     """Return ``count`` codes of ``bits`` bits of which only ``planes`` are known: int8, shape (count,).
 
-    ``planes`` (p, ceil(count / 8)) are those from plane ``first`` on; bits of other planes are zero. So the codes of the
-    first planes, and those of the next ones, can be put together by a bitwise or. Raises QuantizationError when a plane
-    has the wrong length or nonzero padding bits.
+    ``planes`` (p, ceil(count / 8)) are those from plane ``first`` on; bits of other planes are zero. So codes of the
+    first planes and those of the next ones are put together by a bitwise or. Raises QuantizationError when a plane has
+    the wrong length or nonzero padding bits.
     """
     _check_bits(bits)
     if planes.dim() != 2 or not 0 <= first < first + len(planes) <= bits:
