@@ -17,7 +17,7 @@ from bitdial._version import __version__
 guard_onednn()  # before anything imports torch
 
 if _typing.TYPE_CHECKING:
-    from bitdial.artifact import Artifact, describe, read_artifact, save
+    from bitdial.artifact import Artifact, describe, file_parts, read_artifact, repack, save
     from bitdial.calibrate.calibrate import calibrate
     from bitdial.calibrate.config import CalibrateConfig
     from bitdial.calibrate.report import CalibrationReport
@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.images import ImageBatches, ImageSettings
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
+    from bitdial.live.grow import grow
     from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
@@ -101,7 +102,9 @@ __all__ = [
     "export_compressed_tensors",
     "export_onnx",
     "export_pretrained",
+    "file_parts",
     "get_bits",
+    "grow",
     "hessian_trace",
     "joint_trainer",
     "load",
@@ -119,6 +122,7 @@ __all__ = [
     "read_artifact",
     "read_questions",
     "recalibrate_norms",
+    "repack",
     "resident_bytes",
     "rotate",
     "save",
@@ -135,7 +139,7 @@ __all__ = [
 _load_when_asked(
     __name__,
     {
-        "bitdial.artifact": "Artifact describe read_artifact save",
+        "bitdial.artifact": "Artifact describe file_parts read_artifact repack save",
         "bitdial.calibrate.calibrate": "calibrate",
         "bitdial.calibrate.config": "CalibrateConfig",
         "bitdial.calibrate.report": "CalibrationReport",
@@ -149,6 +153,7 @@ _load_when_asked(
         "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.grow": "grow",
         "bitdial.live.kv_cache": "quantized_cache",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",

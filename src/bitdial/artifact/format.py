@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.dial.plan import BitPlan
-from bitdial.errors import ArtifactError
+from bitdial.dial.plan import BitPlan, resolve_bits
+from bitdial.errors import ArtifactError, PlanError
 from bitdial.files.parts import FilePart
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, QuantLayer, kind_of, usual_state
@@ -78,6 +78,13 @@ class Artifact:
         """The layers with a width of their own, and those widths."""
         return {name: entry["fixed_bits"] for name, entry in self.layers.items() if "fixed_bits" in entry}
 
+    def available_plans(self) -> dict[str, BitPlan]:
+        """The stored plans that give layers only widths which are there."""
+        if self.widest is None:
+            return dict(self.plans)
+        choices = {name: self.widths_of(name, self.available) for name in self.layers}
+        return {name: plan for name, plan in self.plans.items() if _fits(plan, choices, self.fixed_bits)}
+
     def widths_of(self, layer: str, offered: tuple[int, ...]) -> tuple[int, ...]:
         """The widths of a layer in a model that offers `offered`: these, and its own if it has one."""
         return tuple(sorted({*offered, self.layers[layer].get("fixed_bits", offered[0])}, reverse=True))
@@ -128,6 +135,14 @@ class Artifact:
         assert bf.scheme_of(self.scheme).narrows
         stored, shape, high = self.tensors[f"{owner}/codes"], self.layers[owner]["shape"], self.bit_choices[0]
         return stored if high == 8 else unpack_bytes(stored, high, torch.Size(shape).numel()).reshape(shape)
+
+
+def _fits(plan: BitPlan, choices: dict[str, tuple[int, ...]], fixed: dict[str, int]) -> bool:
+    try:
+        resolve_bits(choices, plan, fixed)
+    except PlanError:
+        return False
+    return True
 
 
 def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:
