@@ -87,10 +87,11 @@ def load(
 
 def _cut(path: str | os.PathLike[str], artifact: Artifact) -> str:
     """What to say of a progressive file that ends early."""
-    here, missing = artifact.available, [bits for bits in artifact.bit_choices if bits not in artifact.available]
+    here, all_bytes = artifact.available, artifact.parts[-1].end
+    missing = ", ".join(str(bits) for bits in artifact.bit_choices if bits not in here)
     return (
-        f"{path} ends at byte {artifact.file_bytes} of {artifact.parts[-1].end}: the model runs at "
-        f"{', '.join(map(str, here))} bits, without {', '.join(map(str, missing))}; grow(live, path) adds what comes later"
+        f"{path} ends at byte {artifact.file_bytes} of {all_bytes}: the model runs at {', '.join(map(str, here))} "
+        f"bits, without {missing}; grow(live, path) adds what comes later"
     )
 
 
