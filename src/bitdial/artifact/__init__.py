@@ -10,7 +10,7 @@ from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_en
 from bitdial.artifact.graph import check_same_graph
 from bitdial.artifact.parts import file_parts
 from bitdial.artifact.read import read_artifact
-from bitdial.artifact.repack import repack
+from bitdial.artifact.repacking import repack
 from bitdial.artifact.sizes import sizes
 from bitdial.artifact.write import save
 

@@ -66,7 +66,7 @@ def grow(live: nn.Module, path: str | os.PathLike[str], *, bits: int | None = No
     assert file is not None
     grown.file_bytes = file.size
     try:
-        writes = [write for piece in Layout(known.manifest).pieces(file) for write in _writes(model, piece, grown)]
+        writes = [*_writes(model, file, grown)]
     except ArtifactError as problem:
         raise ArtifactError(f"{path}: {problem}") from problem
     with torch.no_grad():
@@ -97,29 +97,33 @@ def _widest(path: str | os.PathLike[str], file: PartedFile | None, known: Artifa
     return None if widest == known.bit_choices[0] else widest
 
 
-def _writes(model: nn.Module, piece: Piece, grown: Artifact) -> Iterator[_Write]:
-    """Where what a part holds of one tensor goes; checks the values."""
-    owner, _, part = piece.name.rpartition("/")
-    if owner in grown.layers and part == "codes":
-        yield from _codes(model, owner, piece, grown)
-        return
-    targets = _rows(model.get_submodule(owner), part)
+def _writes(model: nn.Module, file: PartedFile, grown: Artifact) -> Iterator[_Write]:
+    """Where what has been read of the parts goes; checks the values."""
+    layout = Layout(grown.manifest)
+    added: dict[str, Tensor] = {}  # to the codes of a layer, by all of the parts
+    for piece in layout.pieces(file):
+        owner, _, part = piece.name.rpartition("/")
+        if owner in grown.layers and part == "codes":
+            codes = layout.new_codes(piece)
+            added[owner] = added[owner] | codes if owner in added else codes
+        else:
+            yield from _row_writes(model.get_submodule(owner), piece, grown)
+    for name in grown.layers:
+        if (codes := added.get(grown.owner(name))) is not None:
+            stored = model.get_submodule(name).codes.source.stored  # type: ignore[union-attr]
+            assert isinstance(stored, Tensor)
+            values = stored | codes.view(stored.shape).to(stored.device)
+            check_phase_of(grown, name, values)
+            yield _Write(stored, values)
+
+
+def _row_writes(module: nn.Module, piece: Piece, grown: Artifact) -> Iterator[_Write]:
+    """Where the rows of a tensor go that `module` has in the file."""
+    targets = _rows(module, piece.name.rpartition("/")[2])
     widths = [grown.bit_choices[row] for row in piece.rows] if len(targets) == len(grown.bit_choices) else []
     check_rows(piece.name, piece.values, widths)
     for row, values in zip(piece.rows, piece.values, strict=True):
         yield _Write(targets[row], values.reshape(targets[row].shape))
-
-
-def _codes(model: nn.Module, owner: str, piece: Piece, grown: Artifact) -> Iterator[_Write]:
-    """The codes of all layers on one weight, with what was known of them."""
-    new = Layout(grown.manifest).new_codes(piece)
-    for name in grown.layers:
-        if grown.owner(name) == owner:
-            stored = model.get_submodule(name).codes.source.stored  # type: ignore[union-attr]
-            assert isinstance(stored, Tensor)
-            codes = stored | new.view(stored.shape).to(stored.device)
-            check_phase_of(grown, name, codes)
-            yield _Write(stored, codes)
 
 
 def _rows(module: nn.Module, part: str) -> list[Tensor]:
