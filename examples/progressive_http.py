@@ -2,8 +2,8 @@
 
     python examples/progressive_http.py
 
-A server on this machine offers a progressive file. The client fetches the header, then one part after the other, by HTTP
-range requests, and appends each to its own copy. After the first part it loads the model and runs it; each further
+A server on this machine offers a progressive file. The client fetches the header, then one part after the other, by
+HTTP range requests, and appends each to its own copy. After the first part it loads the model and runs it; each further
 part is added to the same live model by `grow`.
 """
 
@@ -18,7 +18,18 @@ from typing import Any
 
 import torch
 
-from bitdial import QuantConfig, build_model, file_parts, grow, load, prepare, save, set_bits
+from bitdial import (
+    CalibrateConfig,
+    QuantConfig,
+    build_model,
+    calibrate,
+    file_parts,
+    grow,
+    load,
+    prepare,
+    save,
+    set_bits,
+)
 
 CHUNK = 1 << 16
 
@@ -85,9 +96,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16, help="channels of the network's first stage (default: 16)")
     options = parser.parse_args()
     torch.manual_seed(0)
-    x = torch.randn(16, 3, 16, 16)
+    x = torch.randn(64, 3, 16, 16)
     config = QuantConfig(bit_choices=(8, 6, 4, 3, 2), scheme="nested")
-    model = prepare(build_model("cifar_resnet", blocks=2, width=options.width), config, x).eval()
+    model = prepare(build_model("cifar_resnet", blocks=1, width=options.width), config, x)
+    calibrate(model.eval(), [x], CalibrateConfig(round_jointly=False), progress=False)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(model, folder / "model.safetensors", progressive=True)

@@ -109,10 +109,10 @@ def _writes(model: nn.Module, file: PartedFile, grown: Artifact) -> Iterator[_Wr
         else:
             yield from _row_writes(model.get_submodule(owner), piece, grown)
     for name in grown.layers:
-        if (codes := added.get(grown.owner(name))) is not None:
+        if (more := added.get(grown.owner(name))) is not None:
             stored = model.get_submodule(name).codes.source.stored  # type: ignore[union-attr]
             assert isinstance(stored, Tensor)
-            values = stored | codes.view(stored.shape).to(stored.device)
+            values = stored | more.view(stored.shape).to(stored.device)
             check_phase_of(grown, name, values)
             yield _Write(stored, values)
 
