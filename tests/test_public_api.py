@@ -46,6 +46,7 @@ PUBLIC = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
     "file_parts",
@@ -75,6 +76,7 @@ PUBLIC = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -92,6 +94,7 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "transformers",
+    "gguf",
     "tensorboard",
     "PIL",
 )
