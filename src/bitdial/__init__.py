@@ -19,7 +19,7 @@ from bitdial._when_imported import when_imported as _when_imported
 guard_onednn()  # before anything imports torch
 
 if _typing.TYPE_CHECKING:
-    from bitdial.artifact import Artifact, describe, read_artifact, save
+    from bitdial.artifact import Artifact, describe, file_parts, read_artifact, repack, save
     from bitdial.calibrate.calibrate import calibrate
     from bitdial.calibrate.config import CalibrateConfig
     from bitdial.calibrate.report import CalibrationReport
@@ -34,6 +34,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.images import ImageBatches, ImageSettings
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
+    from bitdial.live.grow import grow
     from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
@@ -106,7 +107,9 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_pretrained",
+    "file_parts",
     "get_bits",
+    "grow",
     "hessian_trace",
     "joint_trainer",
     "load",
@@ -124,6 +127,7 @@ __all__ = [
     "read_artifact",
     "read_questions",
     "recalibrate_norms",
+    "repack",
     "resident_bytes",
     "rotate",
     "save",
@@ -141,7 +145,7 @@ __all__ = [
 _load_when_asked(
     __name__,
     {
-        "bitdial.artifact": "Artifact describe read_artifact save",
+        "bitdial.artifact": "Artifact describe file_parts read_artifact repack save",
         "bitdial.calibrate.calibrate": "calibrate",
         "bitdial.calibrate.config": "CalibrateConfig",
         "bitdial.calibrate.report": "CalibrationReport",
@@ -156,6 +160,7 @@ _load_when_asked(
         "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.grow": "grow",
         "bitdial.live.kv_cache": "quantized_cache",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",

@@ -43,6 +43,7 @@ COMMANDS = [
     "inspect",
     "switch",
     "export",
+    "repack",
     "sensitivity",
     "search",
     "pareto",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitdial.errors import BitdialError, ConfigError, QuantizationError
 from bitdial.functional import bitstream as packing
-from bitdial.functional.bitstream import pack_bytes, unpack_bytes
+from bitdial.functional.bitstream import pack_bytes, pack_planes, unpack_bytes, unpack_planes
 
 WIDTHS = range(1, 9)
 KINDS = [(bits, signed) for bits in WIDTHS for signed in (True, False)]
@@ -216,3 +216,53 @@ def test_buffers_of_the_wrong_kind() -> None:
 def test_errors_share_the_root() -> None:
     with pytest.raises(BitdialError):
         pack_bytes(torch.tensor([4]), 3)
+
+
+# --- bit planes ---------------------------------------------------------------------------------------
+
+
+def reference_planes(codes: list[int], bits: int) -> list[bytes]:
+    """Plane k has bit bits - 1 - k of each code; bit i % 8 of byte i // 8 is that of code i."""
+    planes = []
+    for k in range(bits):
+        plane = bytearray(-(-len(codes) // 8))
+        for i, code in enumerate(codes):
+            plane[i // 8] |= ((code >> (bits - 1 - k)) & 1) << (i % 8)
+        planes.append(bytes(plane))
+    return planes
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_planes_of_every_length_and_every_cut(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_CHUNK", 16)  # most lengths take several
+    for count in (1, 7, 8, 9, 15, 16, 17, 31, 33, 100):
+        codes = random_codes(count, bits, signed=True, seed=count)
+        tensor = torch.tensor(codes, dtype=torch.int8)
+        planes = pack_planes(tensor, bits)
+        assert [bytes(plane.tolist()) for plane in planes] == reference_planes(codes, bits)
+        assert torch.equal(unpack_planes(planes, bits, count), tensor)
+        for cut in range(1, bits):
+            upper, lower = planes[:cut], planes[cut:]
+            known, rest = unpack_planes(upper, bits, count), unpack_planes(lower, bits, count, first=cut)
+            assert known.tolist() == [code >> (bits - cut) << (bits - cut) for code in codes]
+            assert torch.equal(known | rest, tensor)
+
+
+def test_planes_of_the_docstring() -> None:
+    assert pack_planes(torch.tensor([1, -2, 3, -4]), 3).flatten().tolist() == [0x0A, 0x06, 0x05]
+
+
+def test_planes_that_cannot_be() -> None:
+    good = pack_planes(torch.tensor([1, -2, 3]), 3)
+    for planes, first, problem in (
+        (good[:, :0], 0, "holds 0 bytes"),
+        (good.int(), 0, "int32"),
+        (good[0], 0, "are not some of 3 from plane 0"),
+        (good, 1, "are not some of 3 from plane 1"),
+        (good[:0], 0, "are not some of 3 from plane 0"),
+        (good | 8, 0, "padding bits"),
+    ):
+        with pytest.raises(QuantizationError, match=problem):
+            unpack_planes(planes, 3, 3, first=first)
+    with pytest.raises(QuantizationError, match="max 4"):
+        pack_planes(torch.tensor([4]), 3)

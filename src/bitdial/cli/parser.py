@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     _export_options(
         commands.add_parser("export", help="an ONNX file at one setting, or a folder for transformers or vLLM")
     )
+    _repack_options(
+        commands.add_parser("repack", help="a progressive file of an artifact: its first part runs at the lowest width")
+    )
     sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_options(commands.add_parser("search", help="the best plan within budgets, by sensitivities or by measuring"))
     pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
@@ -97,6 +100,18 @@ def _live_arguments(command: argparse.ArgumentParser) -> None:
         help="a recipe's test set, the folder with CIFAR-10, or an .npz with arrays x (float, as in training) "
         "and y (class numbers) (default: the test set of the recipe that made the file)",
     )
+
+
+def _repack_options(repack: argparse.ArgumentParser) -> None:
+    file_argument(repack)
+    repack.add_argument("out", type=Path, metavar="OUT", help="the file to write")
+    kind = repack.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--progressive",
+        action="store_true",
+        help="a part for each width, the lowest first, so that the first bytes of the file are enough (the default)",
+    )
+    kind.add_argument("--whole", action="store_true", help="the other way: a file that is read as a whole")
 
 
 def _export_options(export: argparse.ArgumentParser) -> None:

@@ -99,16 +99,22 @@ def check_offer(artifact: Artifact, kernels: str, bit_choices: Sequence[int] | N
             "such master"
         )
     if bit_choices is None:
-        return artifact.bit_choices
+        return artifact.available
     offered = check_bit_choices(bit_choices)
-    if kernels != "packed":
+    if kernels != "packed" and not artifact.parts:
         raise ConfigError(
-            f"bit_choices={offered} limits what packed kernels hold; this model runs on {kernels} kernels"
+            f"bit_choices={offered} limits what packed kernels hold, or what is read of a progressive file; this model "
+            f"runs on {kernels} kernels, of a file that is whole"
         )
     if unknown := [bits for bits in offered if bits not in artifact.bit_choices]:
         raise ConfigError(f"bit_choices={offered}: the file has {artifact.bit_choices}, not {unknown[0]}")
+    if offered[0] not in artifact.available:
+        raise ConfigError(
+            f"bit_choices={offered}: the file is cut, or was read, behind its part of {artifact.available[0]} bits; "
+            "get the rest, or leave out what is above"
+        )
     for name, bits in artifact.fixed_bits.items():
-        if bits not in offered and unsupported_reason(artifact, name) is None:
+        if bits not in offered and not artifact.parts and unsupported_reason(artifact, name) is None:
             raise ConfigError(f"bit_choices={offered}: layer {name!r} stays at {bits} bits; offer {bits} too")
     return offered
 
