@@ -28,17 +28,17 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.ops import TRITON_ON_ANY_GPU, kernel_of
-from bitdial.kernels.word_layout import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    pack_scales,
-    unpack_scales,
-    unpack_words,
-    words_shape,
-)
+from bitdial.kernels.ops import PACKED, kernels_by_device
+from bitdial.kernels.reference import packed_linear as reference
+from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, pack_scales, words_shape
 
 DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES_ON = {"cpu": (*DTYPES, torch.float32)}
+
+
+def dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The types that inputs on `device` may have."""
+    return _DTYPES_ON.get(device.type, DTYPES)
 
 
 def packed_scales(scale: Tensor, group_scale: Tensor | None = None, *, columns: int) -> tuple[Tensor, Tensor | None]:
@@ -79,28 +79,7 @@ def packed_linear(
     `words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
     `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
     """
-    return _reference(*_checked(x, words, scale, bias, fields, bits, high, offset, group_scale))
-
-
-def _reference(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    fields: Sequence[int],
-    bits: int,
-    high: int,
-    offset: float,
-    group_scale: Tensor | None,
-) -> Tensor:
-    rows, columns = len(scale), x.shape[1]
-    weight = (unpack_words(words, fields, bits, rows, columns) + offset).double()
-    if group_scale is not None:
-        groups = unpack_scales(group_scale, rows, columns).double()
-        weight *= groups.repeat_interleave(columns // groups.shape[1], dim=1)
-    weight *= (scale.double() * 2.0 ** (high - bits))[:, None]
-    y = x.double() @ weight.T
-    return (y if bias is None else y + bias.double()).to(x.dtype)
+    return reference.packed_linear(*_checked(x, words, scale, bias, fields, bits, high, offset, group_scale))
 
 
 def _checked(
@@ -115,8 +94,9 @@ def _checked(
 
 def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group_scale: Tensor | None) -> None:
     """Refuse what would be read past its end, or as something else."""
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 (tokens, columns)")
+    if x.dim() != 2 or x.dtype not in dtypes_on(x.device):
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_on(x.device))
+        raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected one of {types} (tokens, columns)")
     shape = words_shape(fields, len(scale), x.shape[1])
     if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
         found = f"{words.dtype} {tuple(words.shape)}"
@@ -148,5 +128,5 @@ def _(
     return x.new_empty((x.shape[0], scale.shape[0]))
 
 
-for _backend in TRITON_ON_ANY_GPU:
-    packed_linear.register_kernel(_backend.device.lower())(kernel_of("packed_linear", _backend, _checked, _reference))
+for _device, _kernel in kernels_by_device("packed_linear", PACKED, _checked, reference.packed_linear).items():
+    packed_linear.register_kernel(_device.lower())(_kernel)

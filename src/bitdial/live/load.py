@@ -66,7 +66,8 @@ def load(
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
                  as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised and no
-                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float.
+                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float. On the CPU: packed
+                 for a weight-only model in 16 bits, else float.
     bit_choices  for packed kernels: which of the file's widths to offer. Memory is for the widest of them
     master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
                  stored codes in host memory, so that the GPU holds only the words in use

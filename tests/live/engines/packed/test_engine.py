@@ -92,8 +92,8 @@ def test_codes_scales_and_float32_outputs_are_those_of_float_kernels(
             assert torch.equal(layer.codes.weight_codes(bits).cpu(), twin.codes.weight_codes(bits)), (name, setting)
             step = layer.codes.step(bits).cpu()
             assert torch.equal(step, twin.codes.step(bits).expand_as(step)), (name, setting)
-        if DEVICE == "cpu":
-            assert torch.equal(run(packed, tokens), run(plain, tokens))
+        if DEVICE == "cpu":  # by sums in another order
+            torch.testing.assert_close(run(packed, tokens), run(plain, tokens))
 
 
 @pytest.mark.parametrize("dtype", UNIT)
@@ -148,7 +148,7 @@ def test_float_kernels_in_16_bits_round_the_weight_and_keep_the_scale(
     saved: Callable[..., Path], decoder: nn.Module, tokens: Tensor
 ) -> None:
     plain = load(saved("nested"), decoder)
-    half = load(saved("nested"), decoder, dtype=torch.float16)
+    half = load(saved("nested"), decoder, dtype=torch.float16, kernels="float")
     for bits in (3, 8):
         set_bits(plain, bits)
         set_bits(half, bits)
@@ -291,7 +291,11 @@ def test_what_is_chosen(
     kernel_choice._say_once.cache_clear()
     artifact = read_artifact(saved("double_rounding"))
     assert choose(artifact, gpu, torch.bfloat16, None) == "packed"
-    assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "float"
+    assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "packed"
+    assert choose(artifact, torch.device("cpu"), None, None) == "float"
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel_choice, "products_are_exact", lambda: False)
+        assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "float"
     assert choose(artifact, gpu, torch.bfloat16, "float") == "float"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -322,7 +326,7 @@ def test_layers_that_kernels_do_not_serve_keep_the_float_path(tmp_path: Path, ca
     for bits in (8, 4):
         set_bits(live, bits)
         set_bits(plain, bits)
-        assert torch.equal(run(live, x), run(plain, x))
+        torch.testing.assert_close(run(live, x), run(plain, x))
     kernel_choice._say_once.cache_clear()
 
 
@@ -431,7 +435,7 @@ def test_views_share_every_tensor_and_no_dial(live: Callable[..., nn.Module], to
     view = view_at_bits(torch.compile(packed, backend="eager"), MIXED)
     mine, theirs = dict(packed.named_buffers()), dict(view.named_buffers())
     assert mine.keys() == theirs.keys()
-    assert all(theirs[name] is tensor for name, tensor in mine.items())
+    assert all(theirs[name].data_ptr() == tensor.data_ptr() for name, tensor in mine.items())
     pairs = list(zip(packed.parameters(), view.parameters(), strict=True))
     assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs), "a move of one would move both"
     with at_bits(packed, MIXED):

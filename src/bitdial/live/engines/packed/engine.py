@@ -1,8 +1,8 @@
 """Linear layers on packed words, with float activations: what `load(..., kernels="packed")` runs.
 
-Inputs in bf16 and fp16, and others under autocast to these, go to the op `bitdial::packed_linear`. For an input of
-another float type the weight is dequantised for that one call, and torch's product runs in the input's type: the
-numbers of a model on float kernels, slowly. NaN and infinity pass through, as in any float layer; nothing looks for
+Inputs in bf16 and fp16, on the CPU in float32 too, and others under autocast to these, go to the op
+`bitdial::packed_linear`. For an input of another float type the weight is dequantised for that one call, and torch's
+product runs in the input's type: the numbers of a model on float kernels, slowly. NaN and infinity pass through, as in any float layer; nothing looks for
 them, since that would wait for the device.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.packed_ops import DTYPES, packed_linear, packed_scales
+from bitdial.kernels.packed_ops import dtypes_on, packed_linear, packed_scales
 from bitdial.live.engines.packed.words import NestedWords, PooledWords
 from bitdial.live.layers import LiveLayer
 
@@ -55,7 +55,7 @@ class PackedEngine(nn.Module):
         if x.shape[-1:] != (columns,):
             raise QuantizationError(f"layer {layer.name!r}: its input is {tuple(x.shape)}, expected (..., {columns})")
         bits, bias = layer.weight_bits, layer.bias
-        if x.dtype not in DTYPES:
+        if x.dtype not in dtypes_on(x.device):
             weight = layer.codes.weight_values(bits)
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
         words, stored, offset = words_of(layer), layer.codes.bit_choices[0], layer.codes.offset(bits)
@@ -65,7 +65,7 @@ class PackedEngine(nn.Module):
         return y.view(*x.shape[:-1], layer.weight_shape[0])
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """The scales."""
+        """The scales. What a CPU has made of the words is theirs."""
         return {"other": [self.scale] if self.group_scale is None else [self.scale, self.group_scale]}
 
     def switched(self) -> list[Tensor]:

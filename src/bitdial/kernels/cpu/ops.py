@@ -1,0 +1,46 @@
+"""The operators that have kernels for CPUs: a function for each, of the operator's name; see `kernels/ops.py`."""
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from bitdial.kernels.cpu.digits import digits_of
+from bitdial.kernels.cpu.layouts import FloatLayout, make_layout
+from bitdial.kernels.kept_layouts import Use, kept_layout
+from bitdial.kernels.reference import packed_linear as reference
+
+
+def packed_linear(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    fields: Sequence[int],
+    bits: int,
+    high: int,
+    offset: float,
+    group_scale: Tensor | None,
+) -> Tensor:
+    """A Linear layer on packed weights, by the layout that is kept for them.
+
+    Tokens with infinite or missing numbers, which have no fixed point, are the reference's.
+    """
+    use = Use(tuple(fields), bits, high, offset)
+    if not x.numel() or not len(scale):
+        return reference.packed_linear(x, words, scale, bias, *use, group_scale)
+    layout = kept_layout(
+        words, scale, group_scale, use, lambda: make_layout(words, scale, group_scale, use, x.shape[1])
+    )
+    numbers = x.float().contiguous()
+    if isinstance(layout, FloatLayout):
+        y = layout.multiply(numbers)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+    tokens = digits_of(numbers)
+    y = layout.multiply(tokens)
+    y = (y if bias is None else y.add_(bias)).to(x.dtype)
+    if not tokens.largest < inf:
+        others = ~torch.isfinite(numbers).all(dim=1)
+        y[others] = reference.packed_linear(x[others], words, scale, bias, *use, group_scale)
+    return y
