@@ -21,14 +21,14 @@ The reference, which serves wherever Triton does not, sums in float64 and rounds
     y = packed_linear(x, words, scale, None, (4,), 4, 8, 0.0, group_scale)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.ops import PACKED, kernels_by_device
+from bitdial.kernels.ops import PACKED, declare
 from bitdial.kernels.reference import packed_linear as reference
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, pack_scales, words_shape
 
@@ -62,26 +62,6 @@ def packed_scales(scale: Tensor, group_scale: Tensor | None = None, *, columns: 
     return torch.ones_like(scale[:, 0]), pack_scales(scale, columns)
 
 
-@torch.library.custom_op("bitdial::packed_linear", mutates_args=())
-def packed_linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    fields: Sequence[int],
-    bits: int,
-    high: int,
-    offset: float,
-    group_scale: Tensor | None = None,
-) -> Tensor:
-    """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
-
-    `words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
-    `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
-    """
-    return reference.packed_linear(*_checked(x, words, scale, bias, fields, bits, high, offset, group_scale))
-
-
 def _checked(
     x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, fields: Sequence[int], *how: Any
 ) -> tuple[Any, ...]:
@@ -113,8 +93,7 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group
         raise QuantizationError(f"group_scale is {found}, not that of a weight of these words: see packed_scales")
 
 
-@packed_linear.register_fake
-def _(
+def _fake(
     x: Tensor,
     words: Tensor,
     scale: Tensor,
@@ -123,10 +102,27 @@ def _(
     bits: int,
     high: int,
     offset: float,
-    group_scale: Tensor | None = None,
+    group_scale: Tensor | None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[0]))
 
 
-for _device, _kernel in kernels_by_device("packed_linear", PACKED, _checked, reference.packed_linear).items():
-    packed_linear.register_kernel(_device.lower())(_kernel)
+packed_linear: Callable[..., Tensor] = declare(
+    "packed_linear(Tensor x, Tensor words, Tensor scale, Tensor? bias, SymInt[] fields, SymInt bits, SymInt high, "
+    "float offset, Tensor? group_scale=None) -> Tensor",
+    records=_checked, fake=_fake, reference=reference.packed_linear, backends=PACKED,
+)  # fmt: skip
+"""x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
+
+`words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
+`group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
+"""
+
+
+def _refuse_gradient(ctx: Any, *gradients: Any) -> None:
+    raise QuantizationError(
+        "packed_linear has no gradient, and one is asked for; train in front of a model on kernels='float'"
+    )
+
+
+torch.library.register_autograd("bitdial::packed_linear", _refuse_gradient)

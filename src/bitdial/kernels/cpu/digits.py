@@ -13,6 +13,7 @@ number of threads.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,23 +30,39 @@ _RAISE = 0x80808080 - (1 << 32)  # brings every digit from -128..127 to 0..255
 class Digits(NamedTuple):
     """Tokens in fixed point: digits plus 128 (4 * tokens, columns), uint8, the lowest first; units (tokens, 1).
 
-    `largest` is that of all tokens; infinity or NaN if there are such numbers, whose digits mean nothing.
+    Of one token the unit may be a number. `finite` says whether all numbers are; the digits of others mean nothing.
     """
 
     digits: Tensor
-    unit: Tensor
-    largest: float
+    unit: Tensor | float
+    finite: bool
 
 
 def digits_of(x: Tensor) -> Digits:
-    """The float32 tokens x (tokens, columns), contiguous and not empty, in fixed point."""
+    """The tokens x (tokens, columns), contiguous and not empty, in fixed point."""
     tokens, columns = x.shape
-    largest = x.abs().amax(1, keepdim=True).clamp_min_(_LEAST)
-    unit = ((largest.view(torch.int32) & _EXPONENT) - (_LEADING << 23)).view(torch.float32)
-    numbers = (x * unit.reciprocal()).to(torch.int32).add_(_RAISE)
+    x = x.float() if x.dtype == torch.float16 else x  # whose largest number is 65,504; bf16 reaches as far as float32
+    unit, inverse, finite = _unit_of_one(x) if tokens == 1 else _units(x)
+    numbers = x.mul(inverse).to(torch.int32).add_(_RAISE)
     digits = numbers.view(torch.uint8).view(tokens, columns, DIGITS).permute(2, 0, 1)
-    most = largest if tokens == 1 else largest.max()
-    return Digits(digits.reshape(DIGITS * tokens, columns), unit, most.item())
+    return Digits(digits.reshape(DIGITS * tokens, columns), unit, finite)
+
+
+def _unit_of_one(x: Tensor) -> tuple[float, float, bool]:
+    """The unit of one token, its inverse, and whether all numbers are finite. Python is faster at single numbers."""
+    least, most = x.aminmax()
+    largest = max(-least.item(), most.item())
+    if not largest < math.inf:
+        return 1.0, 1.0, False
+    exponent = math.frexp(max(largest, _LEAST))[1] - 1 - _LEADING
+    return 2.0**exponent, 2.0**-exponent, True
+
+
+def _units(x: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The same of several tokens."""
+    largest = x.abs().amax(1, keepdim=True).float().clamp_min_(_LEAST)
+    unit = ((largest.view(torch.int32) & _EXPONENT) - (_LEADING << 23)).view(torch.float32)
+    return unit, unit.reciprocal().to(x.dtype), largest.max().item() < math.inf
 
 
 def planes_of(integers: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Packed weights as products on the CPU read them: made once for a width, not at every call."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +35,13 @@ class IntegerLayout:
 
     def multiply(self, x: Digits) -> Tensor:
         """The products (tokens, rows) in float32."""
-        tokens, planes = len(x.unit), len(self.step) // self.rows
+        tokens, planes = len(x.digits) // DIGITS, len(self.step) // self.rows
         part = max(1, MOST_SUMS // (DIGITS * len(self.step)))
         if tokens > part:
-            digits = x.digits.view(DIGITS, tokens, -1)
-            halves = [(digits[:, i : i + part], x.unit[i : i + part]) for i in range(0, tokens, part)]
-            return torch.cat([self.multiply(Digits(d.flatten(0, 1), unit, x.largest)) for d, unit in halves])
+            digits, unit = x.digits.view(DIGITS, tokens, -1), cast(Tensor, x.unit)
+            cuts = [slice(i, i + part) for i in range(0, tokens, part)]
+            parts = [Digits(digits[:, cut].flatten(0, 1), unit[cut], x.finite) for cut in cuts]
+            return torch.cat([self.multiply(each) for each in parts])
         sums = digit_sums(x.digits, self.weight, self.step).view(DIGITS, tokens, -1)
         if planes > 1:
             sums = added_up(sums.view(DIGITS, tokens, planes, -1).permute(2, 0, 1, 3))

@@ -1,7 +1,6 @@
 """The operators that have kernels for CPUs: a function for each, of the operator's name; see `kernels/ops.py`."""
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 from torch import Tensor
@@ -33,14 +32,13 @@ def packed_linear(
     layout = kept_layout(
         words, scale, group_scale, use, lambda: make_layout(words, scale, group_scale, use, x.shape[1])
     )
-    numbers = x.float().contiguous()
     if isinstance(layout, FloatLayout):
-        y = layout.multiply(numbers)
+        y = layout.multiply(x.float())
         return (y if bias is None else y.add_(bias)).to(x.dtype)
-    tokens = digits_of(numbers)
+    tokens = digits_of(x.contiguous())
     y = layout.multiply(tokens)
     y = (y if bias is None else y.add_(bias)).to(x.dtype)
-    if not tokens.largest < inf:
-        others = ~torch.isfinite(numbers).all(dim=1)
+    if not tokens.finite:
+        others = ~torch.isfinite(x).all(dim=1)
         y[others] = reference.packed_linear(x[others], words, scale, bias, *use, group_scale)
     return y
