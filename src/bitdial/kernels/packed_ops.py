@@ -1,4 +1,4 @@
-"""Linear layers that read packed weights: 2 to 8 bits a weight, activations in bf16 or fp16.
+"""Linear layers that read packed weights: 2 to 8 bits a weight, activations in bf16 or fp16, on the CPU also float32.
 
     y = x @ ((c + offset) * scale * 2^shift).T + bias          shift = high - bits
 
@@ -14,7 +14,14 @@ Against float64:
 with groups or without: a sum of `columns` products by way of groups has no more roundings than one without, and
 those of the two scales are among the first few of `columns`, which are at least 64 where there are groups.
 
-The reference, which serves wherever Triton does not, sums in float64 and rounds once.
+On the CPU two terms come on top, see `kernels/cpu`:
+
+    2^-29 * largest |x| of the token * sum |w|      since a token is put in fixed point
+    u |exact + error so far|                        for up to 16 tokens in bf16 at up to 4 bits, in layers of whole 16
+                                                    rows: PyTorch's product rounds to bf16 before the row's scale
+
+Inputs may be float32 there, with u = 2^-24. The reference, which serves wherever no backend does, sums in float64 and
+rounds once.
 
     scale, group_scale = packed_scales(row_scale, multipliers, columns=4096)       # once, multipliers (rows, groups)
     words = pack_words(codes, packed_fields(4))                                    # once
@@ -77,7 +84,7 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group
     if x.dim() != 2 or x.dtype not in dtypes_on(x.device):
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_on(x.device))
         raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected one of {types} (tokens, columns)")
-    shape = words_shape(fields, len(scale), x.shape[1])
+    shape = words_shape(fields, scale.shape[0], x.shape[1])
     if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
         found = f"{words.dtype} {tuple(words.shape)}"
         raise QuantizationError(f"words are {found}, expected contiguous torch.int32 {shape}")

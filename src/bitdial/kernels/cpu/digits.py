@@ -84,7 +84,7 @@ def prepacked(planes: Tensor) -> Tensor:
 def digit_sums(digits: Tensor, weight: Tensor, step: Tensor) -> Tensor:
     """The int32 sums of `digits` with the `prepacked` rows, each times the row's step: float32, rounded twice."""
     sums: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        digits, 1.0, 128, weight, step, _zeros(len(step)), None, 1.0, 0, torch.float32, "none", [], ""
+        digits, 1.0, 128, weight, step, _zeros(step.shape[0]), None, 1.0, 0, torch.float32, "none", [], ""
     )
     return sums
 

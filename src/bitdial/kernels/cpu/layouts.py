@@ -17,6 +17,7 @@ from bitdial.kernels.cpu.digits import (
     prepacked,
     products_are_exact,
 )
+from bitdial.kernels.cpu.nibbles import MOST_BITS, NibbleLayout, nibble_layout
 from bitdial.kernels.kept_layouts import Use
 from bitdial.kernels.reference.packed_linear import weight_values
 from bitdial.kernels.word_layout import unpack_scales, unpack_words
@@ -35,8 +36,8 @@ class IntegerLayout:
 
     def multiply(self, x: Digits) -> Tensor:
         """The products (tokens, rows) in float32."""
-        tokens, planes = len(x.digits) // DIGITS, len(self.step) // self.rows
-        part = max(1, MOST_SUMS // (DIGITS * len(self.step)))
+        tokens, planes = x.digits.shape[0] // DIGITS, self.step.shape[0] // self.rows  # len() takes ten times as long
+        part = max(1, MOST_SUMS // (DIGITS * self.step.shape[0]))
         if tokens > part:
             digits, unit = x.digits.view(DIGITS, tokens, -1), cast(Tensor, x.unit)
             cuts = [slice(i, i + part) for i in range(0, tokens, part)]
@@ -67,22 +68,33 @@ class FloatLayout:
         return [self.weight]
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """What a weight has at one width: for everything, and beside it for few tokens in bf16, at up to 4 bits."""
+
+    exact: IntegerLayout | FloatLayout
+    nibbles: NibbleLayout | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """What both hold."""
+        return [*self.exact.tensors(), *([] if self.nibbles is None else self.nibbles.tensors())]
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def make_layout(
-    words: Tensor, scale: Tensor, group_scale: Tensor | None, use: Use, columns: int
-) -> IntegerLayout | FloatLayout:
-    """The layout of a weight of so many columns; by integers where the product is exact and the weight has such."""
+def make_layouts(words: Tensor, scale: Tensor, group_scale: Tensor | None, use: Use, columns: int) -> Layouts:
+    """The layouts of a weight of so many columns; by integers where the product is exact and the weight has such."""
     shift, rows = use.high - use.bits, len(scale)
     codes = unpack_words(words, use.fields, use.bits, rows, columns)
     factor = next((f for f in (1 << i for i in range(_MOST_FACTOR.bit_length())) if (f * use.offset).is_integer()), None)
     by_bytes = group_scale is None or group_scale.dtype == torch.uint8
     if factor is None or not by_bytes or columns > MOST_COLUMNS or not products_are_exact():
-        return FloatLayout(weight_values(codes, scale, group_scale, shift, use.offset).float())
+        return Layouts(FloatLayout(weight_values(codes, scale, group_scale, shift, use.offset).float()))
     integers = codes.to(torch.int32).mul_(factor).add_(int(factor * use.offset))
-    if group_scale is not None:
-        multipliers = unpack_scales(group_scale, rows, columns).to(torch.int32)
+    multipliers = None if group_scale is None else unpack_scales(group_scale, rows, columns).to(torch.int32)
+    if multipliers is not None:
         integers = (integers.view(*multipliers.shape, -1) * multipliers[:, :, None]).view(rows, columns)
     planes = planes_of(integers)
-    step = (scale * (2.0**shift / factor)).repeat(len(planes) // rows)
-    return IntegerLayout(prepacked(planes), step, rows)
+    step = scale * 2.0**shift
+    exact = IntegerLayout(prepacked(planes), (step / factor).repeat(len(planes) // rows), rows)
+    return Layouts(exact, nibble_layout(codes, multipliers, use.offset, step) if use.bits <= MOST_BITS else None)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bitdial.kernels.cpu.digits import digits_of
-from bitdial.kernels.cpu.layouts import FloatLayout, make_layout
+from bitdial.kernels.cpu.layouts import FloatLayout, make_layouts
+from bitdial.kernels.cpu.nibbles import MOST_TOKENS
 from bitdial.kernels.kept_layouts import Use, kept_layout
 from bitdial.kernels.reference import packed_linear as reference
 
@@ -24,19 +25,22 @@ def packed_linear(
 ) -> Tensor:
     """A Linear layer on packed weights, by the layout that is kept for them.
 
-    Tokens with infinite or missing numbers, which have no fixed point, are the reference's.
+    Tokens with infinite or missing numbers, which have no fixed point, are the reference's where that is needed.
     """
     use = Use(tuple(fields), bits, high, offset)
-    if not x.numel() or not len(scale):
+    if not x.numel() or not scale.shape[0]:
         return reference.packed_linear(x, words, scale, bias, *use, group_scale)
-    layout = kept_layout(
-        words, scale, group_scale, use, lambda: make_layout(words, scale, group_scale, use, x.shape[1])
+    made = kept_layout(
+        words, scale, group_scale, use, lambda: make_layouts(words, scale, group_scale, use, x.shape[1])
     )
-    if isinstance(layout, FloatLayout):
-        y = layout.multiply(x.float())
+    if made.nibbles is not None and x.dtype == torch.bfloat16 and x.shape[0] <= MOST_TOKENS:
+        y = made.nibbles.multiply(x.contiguous())
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+    if isinstance(made.exact, FloatLayout):
+        y = made.exact.multiply(x.float())
         return (y if bias is None else y.add_(bias)).to(x.dtype)
     tokens = digits_of(x.contiguous())
-    y = layout.multiply(tokens)
+    y = made.exact.multiply(tokens)
     y = (y if bias is None else y.add_(bias)).to(x.dtype)
     if not tokens.finite:
         others = ~torch.isfinite(x).all(dim=1)
