@@ -41,9 +41,7 @@ class _Kept(NamedTuple):
 _kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by words
 
 
-def kept_layout(
-    words: Tensor, scale: Tensor, group_scale: Tensor | None, use: Use, make: Callable[[], Made]
-) -> Made:
+def kept_layout(words: Tensor, scale: Tensor, group_scale: Tensor | None, use: Use, make: Callable[[], Made]) -> Made:
     """The layout of `words` for this `use` with these scales; made anew where any of them has changed."""
     versions = _version(words), _version(scale), _version(group_scale)
     found: _Kept | None = _kept.get(words)

@@ -94,9 +94,7 @@ def kernels_by_device(
     return {device: _kernel(name, found, records, reference) for device, found in of.items()}
 
 
-def _kernel(
-    name: str, backends: list[Backend], records: Records, reference: Callable[..., Any]
-) -> Callable[..., Any]:
+def _kernel(name: str, backends: list[Backend], records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of the first of `backends` that serves, else the `reference`."""
 
     @functools.cache

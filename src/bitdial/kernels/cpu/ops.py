@@ -30,9 +30,7 @@ def packed_linear(
     use = Use(tuple(fields), bits, high, offset)
     if not x.numel() or not scale.shape[0]:
         return reference.packed_linear(x, words, scale, bias, *use, group_scale)
-    made = kept_layout(
-        words, scale, group_scale, use, lambda: make_layouts(words, scale, group_scale, use, x.shape[1])
-    )
+    made = kept_layout(words, scale, group_scale, use, lambda: make_layouts(words, scale, group_scale, use, x.shape[1]))
     if made.nibbles is not None and x.dtype == torch.bfloat16 and x.shape[0] <= MOST_TOKENS:
         y = made.nibbles.multiply(x.contiguous())
         return (y if bias is None else y.add_(bias)).to(x.dtype)

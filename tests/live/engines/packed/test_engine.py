@@ -239,6 +239,31 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
     assert bytes_of["other"] < resident_bytes(device)["other"] + pool._staging.nbytes + 1000
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="layouts are made on CPUs")
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+def test_layouts_follow_the_dial_and_do_not_pile_up(
+    live: Callable[..., nn.Module], tokens: Tensor, scheme: str
+) -> None:
+    """One layout a layer, of its width, in the model and in each view; numbers are those of a fresh model."""
+    packed, fresh = live(scheme, dtype=torch.bfloat16), {}
+    for bits in (8, 4, 2):
+        other = live(scheme, dtype=torch.bfloat16)
+        set_bits(other, bits)
+        fresh[bits] = run(other, tokens)
+    before, weights = resident_bytes(packed)["active"], sum(m.weight_shape.numel() for m in layers_of(packed).values())
+    view = view_at_bits(packed, 2)
+    for bits in (8, 2, 4, 8, 4, 2, 8):
+        set_bits(packed, bits)
+        assert torch.equal(run(packed, tokens), fresh[bits]), bits
+        assert torch.equal(run(view, tokens), fresh[2])
+        held = resident_bytes(packed)["active"] - before
+        assert weights <= held <= 1.5 * weights + 40 * 500, (bits, "bytes, half bytes, and the steps of 500 rows")
+    set_bits(packed, MIXED)
+    wanted = live(scheme, dtype=torch.bfloat16)
+    set_bits(wanted, MIXED)
+    assert torch.equal(run(packed, tokens), run(wanted, tokens))
+
+
 def test_resident_bytes_of_float_kernels(saved: Callable[..., Path], decoder: nn.Module) -> None:
     plain = load(saved("double_rounding"), decoder)
     found = resident_bytes(plain)

@@ -58,7 +58,8 @@ class PackedEngine(nn.Module):
         if x.dtype not in dtypes_on(x.device):
             weight = layer.codes.weight_values(bits)
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        words, stored, offset = words_of(layer), layer.codes.bit_choices[0], layer.codes.offset(bits)
+        codes = layer.codes  # looked up once: attributes of modules take long
+        words, stored, offset = cast(Words, codes.source), codes.bit_choices[0], codes.offset(bits)
         flat = x.reshape(-1, columns)
         how = words.fields, bits, stored, offset
         y = packed_linear(flat, words.words, self.scale, bias, *how, self.group_scale)
