@@ -1,4 +1,4 @@
-"""Tokens per second of a language model on the CPU, one token at a time, at each width and in PyTorch's bf16 and float32.
+"""Tokens per second of a language model on the CPU, one at a time, at each width and in PyTorch's bf16 and float32.
 
     python benchmarks/cpu_decode.py --model DIR                     # results/cpu-decode.json
     python benchmarks/cpu_decode.py --model DIR --gguf FILE.gguf    # DIR has the model in a GGUF file (needs gguf)

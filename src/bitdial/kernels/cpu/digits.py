@@ -7,9 +7,9 @@ the largest number of the token has its leading bit at 2^29. A number i is four 
     x @ w.T = unit * (d0 @ w.T + 256 * d1 @ w.T + 65536 * d2 @ w.T + 2^24 * d3 @ w.T)
 
 Weights of more bits are digits likewise: planes of the weight, as more rows. What is rounded: a number of x to a
-multiple of its unit, toward zero (numbers from 2^-6 of the token's largest on have all their 24 bits; in bf16 those from
-2^-22 on); each sum and what is added up of them, in float32. So a result depends neither on the other tokens nor on the
-number of threads.
+multiple of its unit, toward zero (numbers from 2^-6 of the token's largest on have all their 24 bits; in bf16 those
+from 2^-22 on); each sum and what is added up of them, in float32. So a result depends neither on the other tokens nor
+on the number of threads.
 """
 
 import functools
@@ -67,7 +67,8 @@ def _units(x: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 def planes_of(integers: Tensor) -> Tensor:
     """`integers` (rows, columns), int32, as the fewest digits: (planes * rows, columns), int8, the lowest first."""
-    planes, rest = [], integers
+    planes: list[Tensor] = []
+    rest = integers
     while not planes or bool(rest.any()):
         low = (rest + 128 & 255) - 128
         planes.append(low.to(torch.int8))
