@@ -46,6 +46,7 @@ PUBLIC = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
     "get_bits",
@@ -72,6 +73,7 @@ PUBLIC = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -89,6 +91,7 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "transformers",
+    "gguf",
     "tensorboard",
     "PIL",
 )

@@ -28,14 +28,13 @@ def test_a_layout_is_made_when_something_is_new() -> None:
             count += 1
             return Made(count)
 
-        assert kept_layout(words, scale, group, use, make).number == count
+        assert kept_layout(words, scale, group, use, make).number <= count
         return count > before
 
     assert [ask(), ask(), ask()] == [True, False, False]
     assert [ask(use=use._replace(bits=2)), ask(use=use._replace(bits=2)), ask(), ask()] == [True, False, True, False]
-    assert [ask(scale=other), ask(scale=other), ask(), ask(group=other), ask(group=other)] == [True, False] + [
-        True
-    ] * 2 + [False]
+    assert [ask(scale=other), ask(scale=other), ask()] == [True, False, True]
+    assert [ask(group=other), ask(group=other)] == [True, False]
     other.add_(1)
     assert [ask(group=other), ask(group=other)] == [True, False]
     words.add_(1)

@@ -47,8 +47,8 @@ _OUTPUTS = "(Tensor, Tensor, Tensor)"
 class Backend(NamedTuple):
     """Kernels for one kind of device: a module with a function for each operator, of its name.
 
-    The module is imported by the first call that it `serves`. Of several for one device the first that serves runs; where
-    none does, the reference.
+    The module is imported by the first call that it `serves`. Of several for one device the first that serves runs;
+    where none does, the reference.
     """
 
     device: str

@@ -23,7 +23,7 @@ from bitdial.kernels.reference.packed_linear import weight_values
 from bitdial.kernels.word_layout import unpack_scales, unpack_words
 
 MOST_SUMS = 1 << 24  # that are held at a time: 64 MB
-_MOST_FACTOR = 256
+_FACTORS = tuple(1 << i for i in range(9))  # that make whole numbers of offsets
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ def make_layouts(words: Tensor, scale: Tensor, group_scale: Tensor | None, use: 
     """The layouts of a weight of so many columns; by integers where the product is exact and the weight has such."""
     shift, rows = use.high - use.bits, len(scale)
     codes = unpack_words(words, use.fields, use.bits, rows, columns)
-    factor = next(
-        (f for f in (1 << i for i in range(_MOST_FACTOR.bit_length())) if (f * use.offset).is_integer()), None
-    )
+    factor = next((f for f in _FACTORS if (f * use.offset).is_integer()), None)
     by_bytes = group_scale is None or group_scale.dtype == torch.uint8
     if factor is None or not by_bytes or columns > MOST_COLUMNS or not products_are_exact():
         return Layouts(FloatLayout(weight_values(codes, scale, group_scale, shift, use.offset).float()))

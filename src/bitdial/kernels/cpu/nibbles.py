@@ -1,9 +1,9 @@
 """Products of bf16 tokens with codes of up to 4 bits, by PyTorch's own: half a byte a weight.
 
-`torch.ops.aten._weight_int4pack_mm_for_cpu` multiplies with (q - 8) * s + z, q from 0 to 15, with s and z in bf16 for each
-group of inputs of each row. Codes, offsets and whole multipliers fit s and z exactly; a row's float32 scale does not, and
-comes behind the product. So nothing of the weight is rounded, but the output is: to bf16 by the product, and again
-behind the scale.
+`torch.ops.aten._weight_int4pack_mm_for_cpu` multiplies with (q - 8) * s + z, q from 0 to 15, with s and z in bf16 for
+each group of inputs of each row. Codes, offsets and whole multipliers fit s and z exactly; a row's float32 scale does
+not, and comes behind the product. So nothing of the weight is rounded, but the output is: to bf16 by the product, and
+again behind the scale.
 """
 
 import functools
@@ -38,7 +38,7 @@ class NibbleLayout:
 
 
 def nibble_layout(codes: Tensor, multipliers: Tensor | None, offset: float, step: Tensor) -> NibbleLayout | None:
-    """The layout of `codes` (rows, columns) with a multiplier for each of the runs of a row; None where it has no place."""
+    """The layout of `codes` (rows, columns), with a multiplier for each run of a row; None where they do not fit."""
     rows, columns = codes.shape
     runs = multipliers.shape[1] if multipliers is not None else 0
     group = columns // runs if runs else next((size for size in _GROUPS if columns % size == 0), 0)

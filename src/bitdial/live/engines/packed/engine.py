@@ -2,8 +2,8 @@
 
 Inputs in bf16 and fp16, on the CPU in float32 too, and others under autocast to these, go to the op
 `bitdial::packed_linear`. For an input of another float type the weight is dequantised for that one call, and torch's
-product runs in the input's type: the numbers of a model on float kernels, slowly. NaN and infinity pass through, as in any float layer; nothing looks for
-them, since that would wait for the device.
+product runs in the input's type: the numbers of a model on float kernels, slowly. NaN and infinity pass through, as in
+any float layer; nothing looks for them, since that would wait for the device.
 """
 
 from typing import cast
