@@ -22,7 +22,9 @@ pytestmark = pytest.mark.interpreter
 CHOICES = (8, 6, 4, 3, 2)
 DTYPES = [torch.bfloat16, torch.float16]
 # The interpreter cuts float32 to bf16 where everything else rounds.
-UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
+# On the CPU PyTorch's product of half bytes rounds to bf16 once more: the second term that `packed_ops` states.
+UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+TWICE = DEVICE == "cpu" and not INTERPRETED
 CASES = [("centred", bits) for bits in CHOICES] + [("double_rounding", bits) for bits in range(2, 9)]
 PHASED = [("nested", 8), ("nested", 3), *(("nested+8", bits) for bits in CHOICES)]
 
@@ -77,13 +79,16 @@ def test_every_value_is_exact(scheme: str, bits: int, dtype: torch.dtype) -> Non
     assert torch.equal(weight.linear(tokens[77:78]).double().cpu(), weight.values.T[77:78])
 
 
-def check_bound(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None) -> None:
-    """The bound that `packed` states, against float64."""
+def check_bound(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, *, nibbles: bool = False) -> None:
+    """The bound that `packed` states, against float64; `nibbles` where PyTorch's product of half bytes may run."""
     exact = x.cpu().double() @ values.T
     size = x.cpu().double().abs() @ values.T.abs()
     if bias is not None:
         exact, size = exact + bias.cpu().double(), size + bias.cpu().double().abs()
     bound = UNIT[y.dtype] * exact.abs() + x.shape[-1] * 2.0**-23 * size
+    if nibbles and TWICE and y.dtype == torch.bfloat16 and len(x) <= 16:
+        product = exact if bias is None else exact - bias.cpu().double()
+        bound = bound + UNIT[y.dtype] * (product.abs() + bound)
     assert bool(((y.cpu().double() - exact).abs() <= bound).all())
 
 
@@ -231,7 +236,7 @@ def test_sums_of_groups_are_within_the_bound(bytes_only: bool) -> None:
             x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
             bias = torch.randn(rows, generator=generator).to(DEVICE, dtype) if tokens % 2 else None
             y = weight.linear(x, bias)
-            check_bound(y, x, weight.values, bias)
+            check_bound(y, x, weight.values, bias, nibbles=bits <= 4 and rows % 16 == 0 and bytes_only)
             if tokens == 1:
                 assert torch.equal(y, weight.linear(x, bias))
 
@@ -297,8 +302,8 @@ def test_wrong_inputs_are_refused() -> None:
     x = torch.zeros(1, 256, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ConfigError, match="can be read at 2, 3, 4, 6, 8 bits"):
         weight._replace(bits=5).linear(x)
-    with pytest.raises(QuantizationError, match=r"x is torch\.float32"):
-        weight.linear(x.float())
+    with pytest.raises(QuantizationError, match=r"x is torch\.float64 .* expected one of bfloat16, float16"):
+        weight.linear(x.double())
     with pytest.raises(QuantizationError, match=r"words are torch\.int32"):
         weight.linear(torch.cat([x, x], dim=1))
     with pytest.raises(QuantizationError, match=r"scale is torch\.float32 \(16, 4\), expected .* see packed_scales"):
@@ -351,7 +356,7 @@ def test_a_gradient_is_refused() -> None:
     """An adapter that is trained in front of the layer would get none."""
     weight = make("centred", 4, 20, 320)
     y = weight.linear(torch.randn(3, 320).to(DEVICE, torch.float16).requires_grad_())
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(QuantizationError, match="has no gradient, and one is asked for"):
         y.sum().backward()
 
 

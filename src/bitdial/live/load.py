@@ -68,7 +68,8 @@ def load(
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
                  as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised and no
-                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float.
+                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float. On the CPU: packed
+                 for a weight-only model in 16 bits, else float.
     bit_choices  for packed kernels, or a progressive file: which of the file's widths to offer. Packed kernels have
                  memory for the widest of them, and of a progressive file no part beyond it is read
     master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
