@@ -93,6 +93,18 @@ def test_the_quickstart_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"net.safetensors", "net-2.safetensors", "small.safetensors", "ddp.safetensors", "run.ckpt"} <= written
 
 
+def test_the_page_on_progressive_files_runs(
+    in_tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = run("docs/progressive.md")
+    printed = capsys.readouterr().out.splitlines()
+    part = names["two_bits"]
+    assert printed == [f"2 {part.begin} {part.end}", "(8, 6, 4, 2)"]
+    assert ["runs at 2 bits, without 8, 6, 4" in record.message for record in caplog.records] == [True]
+    for comment in ("# (8, 6, 4, 2): all", "the model runs at 2 bits, without 8, 6, 4"):
+        assert comment in page("docs/progressive.md")
+
+
 def test_the_export_page_runs(in_tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     names = run("docs/export.md")
@@ -178,6 +190,13 @@ def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
     names = run("docs/transformers.md")
     assert names["text"].shape[1] > 8
     assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
+
+
+def test_the_page_on_drafts_runs(in_tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    names = run("docs/speculation.md")
+    assert names["text"].shape == (1, 32)
+    assert names["fast"].statistics.tokens == 20
 
 
 def test_the_page_on_evaluating_language_models_runs(in_tmp_path: Path) -> None:
@@ -278,6 +297,22 @@ def test_the_reader_refuses_a_damaged_file(reader: dict[str, Any], in_tmp_path: 
     Path("file.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match="damaged"):
         reader["read"]("file.safetensors")
+
+
+def test_the_reader_of_progressive_files(reader: dict[str, Any], in_tmp_path: Path) -> None:
+    for choices in ((8, 6, 4, 2), (7, 4, 3)):
+        config = QuantConfig(bit_choices=choices, scheme="nested", rules=(Rule(pattern="up", bits=4),))
+        save(prepare(Tied(), config, torch.rand(8, 1, 5, 5)), "file.safetensors", progressive=True)
+        stored = read_artifact("file.safetensors")
+        content, ends = Path("file.safetensors").read_bytes(), [part.end for part in stored.parts]
+        for bits, end in zip(reversed(choices), ends, strict=True):
+            Path("cut.safetensors").write_bytes(content[:end])
+            for name in ("conv", "up", "first"):
+                found = reader["read_codes"]("cut.safetensors", name, bits)
+                np.testing.assert_array_equal(found, stored.codes(name).numpy() >> (choices[0] - bits))
+        Path("cut.safetensors").write_bytes(content[:-1])
+        with pytest.raises(ValueError, match="is cut or damaged"):
+            reader["read_codes"]("cut.safetensors", "conv", choices[0])
 
 
 @pytest.mark.parametrize(("bits", "packed"), [(3, "0xF1, 0x08"), (4, "0xE1, 0xC3")])
@@ -451,7 +486,9 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
 
     text = page("README.md") + page("docs/quickstart.md")
     commands = set(
-        re.findall(r"\bbitdial (demo|train|calibrate|eval|inspect|switch|export|sensitivity|search|pareto)\b", text)
+        re.findall(
+            r"\bbitdial (demo|train|calibrate|eval|inspect|switch|export|repack|sensitivity|search|pareto)\b", text
+        )
     )
     assert commands == {
         "demo",
@@ -461,6 +498,7 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
         "inspect",
         "switch",
         "export",
+        "repack",
         "sensitivity",
         "search",
         "pareto",

@@ -8,16 +8,18 @@ live = load("model.safetensors", float_model)
 set_bits(live, 4)
 """
 
+import importlib as _importlib
 import typing as _typing
 
 from bitdial._cpu import guard_onednn
 from bitdial._package import load_when_asked as _load_when_asked
 from bitdial._version import __version__
+from bitdial._when_imported import when_imported as _when_imported
 
 guard_onednn()  # before anything imports torch
 
 if _typing.TYPE_CHECKING:
-    from bitdial.artifact import Artifact, describe, read_artifact, save
+    from bitdial.artifact import Artifact, describe, file_parts, read_artifact, repack, save
     from bitdial.calibrate.calibrate import calibrate
     from bitdial.calibrate.config import CalibrateConfig
     from bitdial.calibrate.report import CalibrationReport
@@ -26,14 +28,17 @@ if _typing.TYPE_CHECKING:
     from bitdial.errors import BitdialError
     from bitdial.export import export_onnx, onnx_session_options
     from bitdial.export.compressed_tensors import export_compressed_tensors
+    from bitdial.export.gguf import export_gguf
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
     from bitdial.images import ImageBatches, ImageSettings
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
+    from bitdial.live.grow import grow
     from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
+    from bitdial.live.speculation import speculate
     from bitdial.live.views import view_at_bits
     from bitdial.models import build_model
     from bitdial.planning import candidates, evaluate_plans, measured_search, pareto_front, search
@@ -104,9 +109,12 @@ __all__ = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
+    "file_parts",
     "get_bits",
+    "grow",
     "hessian_trace",
     "joint_trainer",
     "load",
@@ -125,12 +133,14 @@ __all__ = [
     "read_questions",
     "recalibrate_norms",
     "relative_error",
+    "repack",
     "resident_bytes",
     "rotate",
     "save",
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -141,7 +151,7 @@ __all__ = [
 _load_when_asked(
     __name__,
     {
-        "bitdial.artifact": "Artifact describe read_artifact save",
+        "bitdial.artifact": "Artifact describe file_parts read_artifact repack save",
         "bitdial.calibrate.calibrate": "calibrate",
         "bitdial.calibrate.config": "CalibrateConfig",
         "bitdial.calibrate.report": "CalibrationReport",
@@ -150,15 +160,18 @@ _load_when_asked(
         "bitdial.errors": "BitdialError",
         "bitdial.export": "export_onnx onnx_session_options",
         "bitdial.export.compressed_tensors": "export_compressed_tensors",
+        "bitdial.export.gguf": "export_gguf",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
         "bitdial.images": "ImageBatches ImageSettings",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
+        "bitdial.live.grow": "grow",
         "bitdial.live.kv_cache": "quantized_cache",
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
+        "bitdial.live.speculation": "speculate",
         "bitdial.models": "build_model",
         "bitdial.planning": "candidates evaluate_plans measured_search pareto_front search",
         "bitdial.planning.cost": "measure_costs",
@@ -176,4 +189,10 @@ _load_when_asked(
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },
+)
+
+# So that `AutoModelForCausalLM.from_pretrained(folder)` gives a live model.
+_when_imported(
+    "transformers.quantizers.auto",
+    lambda: _importlib.import_module("bitdial.export.transformers_quantizer").register(),
 )

@@ -193,3 +193,15 @@ def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
     for kernels in ("float", "integer", "float model"):
         assert set(networks[kernels]) == {"held", "peak"}
         assert networks[kernels]["peak"] >= 0
+
+
+def test_decoding_on_the_cpu_has_a_row_for_each_contender(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "decode.json"
+    run("cpu_decode.py", "--tiny", "--bits", "8", "2", "--tokens", "1", "--rounds", "1", "--out", str(out))
+    record = json.loads(out.read_text())
+    assert [row["what"] for row in record["rows"]] == ["bf16", "float32", "8", "2"]
+    assert all(row["tokens_per_s"] > 0 for row in record["rows"])
+    assert record["rows"][0]["ratio_to_bf16"] == 1
+    assert record["rows"][2]["resident_bytes"]["active"] > 0
+    assert record["command"] == "python benchmarks/cpu_decode.py --tiny --bits 8 2 --tokens 1 --rounds 1"

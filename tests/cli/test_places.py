@@ -18,6 +18,7 @@ WRITING = [
     (["pareto", "FILE", "--no-store"], "net.html"),
     (["export", "FILE", "--onnx", "HERE/net.onnx"], "net.onnx"),
     (["export", "FILE", "--hf", "HERE/folder", "--model", "HERE"], "folder"),
+    (["repack", "FILE", "HERE/parts"], "parts"),
     (["demo", "--out", "HERE"], "demo.html"),
     (["demo", "--mixed", "--out", "HERE"], "mixed.html"),
     (["train", "digits", "--out", "HERE"], "digits.safetensors"),

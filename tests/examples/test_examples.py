@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from bitdial import read_artifact
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = [("transformers_bert", ["transformers"], ["--steps", "1"]), ("timm_resnet", ["timm"], [])]
+ALONE = ("progressive_http",)
 LOOPS = [
     ("lightning_module", ["lightning"], "lightning.safetensors"),
     ("accelerate_loop", ["accelerate"], "accelerate.safetensors"),
@@ -39,6 +41,20 @@ def test_a_script_as_a_user_runs_it(name: str, packages: list[str], arguments: l
     assert all(line.endswith("the trained model's logits: True") for line in widths), widths
 
 
+def test_parts_over_http() -> None:
+    """It runs after each part, nearer to the highest width each time, and at last there."""
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "progressive_http.py"), "--width", "4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"([\d,]+) bytes: running at (\d) bits, +([\d.]+) %", done.stdout)
+    sizes, widths, errors = zip(*found, strict=True)
+    assert widths == ("2", "3", "4", "6", "8")
+    for numbers in ([int(size.replace(",", "")) for size in sizes], [-float(error) for error in errors]):
+        assert numbers == sorted(set(numbers)), done.stdout
+    assert errors[-1] == "0.0"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the frameworks
 @pytest.mark.parametrize(("name", "packages", "file"), LOOPS)
@@ -52,4 +68,4 @@ def test_a_loop_of_another_framework(
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {name for name, *_ in (*SCRIPTS, *LOOPS)}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {name for name, *_ in (*SCRIPTS, *LOOPS, ALONE)}

@@ -89,7 +89,8 @@ def test_the_folder_is_the_trained_model(tmp_path: Path, scheme: str, tied: bool
     model = prepared(llama(tie_word_embeddings=tied), scheme)
     save(model, tmp_path / "model.safetensors")
     assert export_pretrained(tmp_path / "model.safetensors", tmp_path, model) == tmp_path, "also where the file is"
-    assert {p.name for p in tmp_path.iterdir()} == {"model.safetensors", "config.json", "generation_config.json"}
+    names = {"model.safetensors", "bitdial.safetensors", "config.json", "generation_config.json"}
+    assert {p.name for p in tmp_path.iterdir()} == names
     live = load_pretrained(tmp_path, bits=4)
     assert type(live) is transformers.LlamaForCausalLM
     assert (live.lm_head.weight is live.model.embed_tokens.weight) == tied
@@ -198,13 +199,14 @@ def test_a_folder_gives_config_and_tokenizer(made: Path, tmp_path: Path, capsys:
     llama().save_pretrained(source)
     for name in ("tokenizer.json", "tokenizer_config.json", "secrets.txt"):
         (source / name).write_text("{}")
-    main(["export", str(made / "model.safetensors"), "--hf", str(tmp_path / "out"), "--model", str(source)])
+    main(["export", str(made / "bitdial.safetensors"), "--hf", str(tmp_path / "out"), "--model", str(source)])
     assert f"Saved {tmp_path / 'out'}" in capsys.readouterr().out
-    names = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    names = {"config.json", "bitdial.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert {p.name for p in (tmp_path / "out").iterdir()} == names
     assert torch.equal(logits(load_pretrained(tmp_path / "out")), logits(load_pretrained(made)))
     assert (
-        read_artifact(tmp_path / "out" / "model.safetensors").digest == read_artifact(made / "model.safetensors").digest
+        read_artifact(tmp_path / "out" / "bitdial.safetensors").digest
+        == read_artifact(made / "bitdial.safetensors").digest
     )
 
 
@@ -225,8 +227,8 @@ def test_generation_settings_come_along(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("{"), "config.json is not a JSON file"),
         (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
         (lambda f: (f / "generation_config.json").write_text("3"), "generation_config.json is not a JSON object"),
-        (lambda f: (f / "model.safetensors").unlink(), "there is no file .*model.safetensors"),
-        (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]), "truncated"),
+        (lambda f: (f / "bitdial.safetensors").unlink(), "there is no file .*bitdial.safetensors"),
+        (lambda f: (f / "bitdial.safetensors").write_bytes((f / "bitdial.safetensors").read_bytes()[:-9]), "truncated"),
         (lambda f: change(f, quantization_config=None), r"no quantization_config of bitdial \(none\)"),
         (lambda f: change(f, quantization_config={"quant_method": "gptq"}), "that of 'gptq'"),
         (lambda f: change(f, quantization_config={"quant_method": "bitdial"}), "are they of two models"),
@@ -234,12 +236,12 @@ def test_generation_settings_come_along(folder: Path) -> None:
         (lambda f: change(f, model_type=None), "has no model_type None"),
         (lambda f: change(f, architectures=None), "no architecture None for model_type 'llama'"),
         (lambda f: change(f, architectures=["Trainer"]), r"no architecture \['Trainer'\] for model_type 'llama'"),
-        (lambda f: change(f, architectures=["LlamaForSequenceClassification"]), "does not fit model.safetensors"),
+        (lambda f: change(f, architectures=["LlamaForSequenceClassification"]), "does not fit bitdial.safetensors"),
         (lambda f: change(f, model_type="gpt2", architectures=["GPT2LMHeadModel"]), "is it the architecture"),
-        (lambda f: change(f, hidden_size=128), "does not fit model.safetensors: layer .* shape is"),
-        (lambda f: change(f, num_hidden_layers=3), "does not fit model.safetensors: only the model has"),
+        (lambda f: change(f, hidden_size=128), "does not fit bitdial.safetensors: layer .* shape is"),
+        (lambda f: change(f, num_hidden_layers=3), "does not fit bitdial.safetensors: only the model has"),
         (lambda f: change(f, num_hidden_layers=10**9), "num_hidden_layers is more than the .* tensors"),
-        (lambda f: change(f, vocab_size=10**12), "does not fit model.safetensors: .*embed_tokens"),
+        (lambda f: change(f, vocab_size=10**12), "does not fit bitdial.safetensors: .*embed_tokens"),
         (lambda f: change(f, hidden_size="wide"), "transformers cannot build this model"),
         (lambda f: change(f, tie_word_embeddings=True), "only the file has the float tensor"),
     ],
@@ -261,11 +263,11 @@ def test_code_and_places_elsewhere_are_not_heeded(folder: Path, tmp_path: Path) 
 
 def test_what_cannot_be_exported(made: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a Linear has no transformers config"):
-        export_pretrained(made / "model.safetensors", tmp_path, nn.Linear(2, 2))
+        export_pretrained(made / "bitdial.safetensors", tmp_path, nn.Linear(2, 2))
     with pytest.raises(ExportError, match="has a quantization_config already"):
-        export_pretrained(made / "model.safetensors", tmp_path, made)
+        export_pretrained(made / "bitdial.safetensors", tmp_path, made)
     with pytest.raises(ArtifactError, match=r"cannot read .*config.json"):
-        export_pretrained(made / "model.safetensors", tmp_path, tmp_path)
+        export_pretrained(made / "bitdial.safetensors", tmp_path, tmp_path)
     with pytest.raises(ArtifactError, match="there is no folder"):
         load_pretrained(tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
@@ -281,7 +283,7 @@ def test_a_model_that_came_out_of_a_gguf_file(made: Path, tmp_path: Path) -> Non
     (source / "config.json").write_text(json.dumps({**json.loads(llama().config.to_json_string()), "architectures":
                                         ["LlamaForCausalLM"], "quantization_config": entry}))  # fmt: skip
     for like in (float_model, source):
-        out = export_pretrained(made / "model.safetensors", tmp_path / "out", like)
+        out = export_pretrained(made / "bitdial.safetensors", tmp_path / "out", like)
         settings = json.loads((out / "config.json").read_text())
         assert settings["quantization_config"]["quant_method"] == "bitdial"
         assert "gguf" not in (out / "config.json").read_text()
@@ -289,13 +291,13 @@ def test_a_model_that_came_out_of_a_gguf_file(made: Path, tmp_path: Path) -> Non
     for other in ({"quant_method": "gptq", "bits": 4}, {"bits": 4}, "gguf"):
         change(source, quantization_config=other)
         with pytest.raises(ExportError, match="has a quantization_config already"):
-            export_pretrained(made / "model.safetensors", tmp_path / "out", source)
+            export_pretrained(made / "bitdial.safetensors", tmp_path / "out", source)
 
 
 def test_the_float_model_is_not_overwritten(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama().save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
-    command = ["export", str(made / "model.safetensors"), "--hf", str(tmp_path), "--model", str(tmp_path)]
+    command = ["export", str(made / "bitdial.safetensors"), "--hf", str(tmp_path), "--model", str(tmp_path)]
     assert main(command) == 1
     assert "whose weights would be lost" in capsys.readouterr().err
     assert (tmp_path / "model.safetensors").read_bytes() == before
@@ -305,8 +307,8 @@ def test_a_folder_of_another_model_is_refused_before_anything_is_written(made: P
     llama().save_pretrained(tmp_path / "source")
     settings = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 1}))
-    with pytest.raises(ArtifactError, match=r"source.config.json does not fit model.safetensors"):
-        export_pretrained(made / "model.safetensors", tmp_path / "out", tmp_path / "source")
+    with pytest.raises(ArtifactError, match=r"source.config.json does not fit bitdial.safetensors"):
+        export_pretrained(made / "bitdial.safetensors", tmp_path / "out", tmp_path / "source")
     assert not (tmp_path / "out").exists()
 
 
@@ -322,7 +324,7 @@ def test_options_that_would_do_nothing(
     made: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"OUT": str(tmp_path / "out"), "DIR": str(made)}
-    assert main(["export", str(made / "model.safetensors"), *(places.get(word, word) for word in words)]) == 1
+    assert main(["export", str(made / "bitdial.safetensors"), *(places.get(word, word) for word in words)]) == 1
     assert message in capsys.readouterr().err
 
 

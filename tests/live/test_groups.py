@@ -262,7 +262,7 @@ def test_integer_kernels_leave_groups_to_exact_sums_and_say_so(caplog: pytest.Lo
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_packed_words_of_groups(plain: bool) -> None:
-    """In float32 the numbers of float kernels; in 16 bits the float64 product of the codes' values, rounded once."""
+    """In float32 as near as float kernels are; in 16 bits the float64 product of the codes' values, rounded once."""
     for scheme in SCHEMES[1:]:
         stored = grouped(nn.Linear(96, 5), 3, scheme, plain=plain)
         packed = copy.deepcopy(stored)
@@ -275,13 +275,17 @@ def test_packed_words_of_groups(plain: bool) -> None:
         for bits in BITS:
             for model in (*models, exact, again):
                 set_bits(model, bits)
-            assert torch.equal(models[0](x), models[1](x)), (scheme, bits)
             assert torch.equal(exact(x), again(x)), (scheme, bits)
             scales = stored.codes.scale[0].double()
             if stored.codes.multipliers is not None:
                 scales = scales[:, None] * stored.codes.multipliers
             steps = torch.from_numpy(codes_at(stored, bits) + offset_at(scheme, bits)).double() * 2.0 ** (8 - bits)
-            product = x.bfloat16().double() @ (steps * scales.repeat_interleave(32, dim=1)).T
+            weight = steps * scales.repeat_interleave(32, dim=1)
+            sizes = x.double().abs() @ weight.T.abs() + stored.bias.double().abs()
+            for model in models:
+                error = (model(x) - (x.double() @ weight.T + stored.bias.double())).abs()
+                assert bool((error <= 96 * 2.0**-23 * sizes).all()), (scheme, bits)
+            product = x.bfloat16().double() @ weight.T
             expected = (product + stored.bias.double()).bfloat16()
             if not torch.cuda.is_available() and not INTERPRETED:
                 assert torch.equal(models[1](x.bfloat16()), expected), (scheme, bits)
@@ -336,7 +340,7 @@ def test_files_with_groups_run_on_every_engine(tmp_path: Path, plain: bool) -> N
     for bits in BITS:
         for model in (*live.values(), *exact.values()):
             set_bits(model, bits)
-        assert torch.equal(live["packed"](x), live["float"](x)), bits
+        torch.testing.assert_close(live["packed"](x), live["float"](x), rtol=1e-4, atol=1e-4)
         assert torch.equal(live["integer"](x), exact["float"](x)), bits
         assert all(torch.equal(model(x), exact["float"](x)) for model in exact.values()), bits
         torch.testing.assert_close(exact["float"](x), live["float"](x), rtol=1e-4, atol=1e-4)

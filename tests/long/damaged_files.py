@@ -2,15 +2,16 @@
 
     python tests/long/damaged_files.py            # 100,000 files, results/reliability.json
 
-A case is one of a dozen small artifacts with one kind of damage:
+A case is one of some fifteen small artifacts, three of them progressive, with one kind of damage:
 
     bits        1 to 8 flipped bits, anywhere or in the header
     cut         the file ends early, or has more bytes at its end
     splice      bytes replaced, put in or taken out, by random ones or those of another artifact
-    manifest    the manifest edited at a random place, the digest computed anew
-    tensors     bytes, types or shapes of tensors changed, the digest computed anew
+    manifest    the manifest, or the list of parts, edited at a random place, the digest computed anew
+    tensors     bytes, types or shapes of tensors changed, the digests computed anew
 
-A file that loads must give, at every width and stored plan, finite or not, the outputs of a fresh load at that setting.
+A file that loads must give, at every width and stored plan, finite or not, the outputs of a fresh load at that setting;
+so must one that is loaded at its lowest width and then grown.
 What fails the campaign: another exception, a process that dies, 30 seconds for one file, more than 1 GiB of memory, two
 different outputs. Cases are numbered: `--first N --count 1` repeats case N.
 """
@@ -20,6 +21,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import logging
 import multiprocessing
 import random
 import resource
@@ -37,11 +39,24 @@ from typing import Any
 import torch
 from campaign import counted, end, images, network, options, random_plan, record
 
-from bitdial import BitdialError, BitPlan, QuantConfig, Rule, get_bits, load, read_artifact, save, set_bits
+from bitdial import (
+    BitdialError,
+    BitPlan,
+    QuantConfig,
+    Rule,
+    get_bits,
+    grow,
+    load,
+    read_artifact,
+    repack,
+    save,
+    set_bits,
+)
 
 SECONDS = 30
 SHARES_A_PROCESS = 20
 MEMORY = 1 << 30
+PROGRESSIVE = (1, 2, 3)  # the settings of which there is a progressive file, too
 DTYPES = ("F32", "F64", "F16", "BF16", "I8", "I16", "I32", "I64", "U8", "BOOL", "X", "")
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 8, 9, 255, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, "", "a", "nested",
@@ -88,6 +103,8 @@ def make_bases(folder: Path) -> None:
         save(
             model, path, plans={"mixed": plan, "low": BitPlan({}, default=widths[-1])}, metrics={"accuracy": {"8": 0.5}}
         )
+        if number in PROGRESSIVE:
+            repack(path, folder / f"{number:02}-parts.safetensors")
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -116,22 +133,42 @@ def damage_splice(data: bytes, other: bytes, draw: random.Random) -> bytes:
     return data[:at] + new + data[at + out :]
 
 
-def split(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    """The entries of the tensors, the manifest and the bytes of the tensors."""
+def split(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes, Any]:
+    """The entries of the tensors, the manifest, the bytes of the tensors, and the list of parts or None."""
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
-    return header, json.loads(header.pop("__metadata__")["manifest"]), data[8 + size :]
+    metadata = header.pop("__metadata__")
+    parts = json.loads(metadata["parts"]) if "parts" in metadata else None
+    return header, json.loads(metadata["manifest"]), data[8 + size :], parts
 
 
-def join(entries: dict[str, Any], manifest: Any, buffer: bytes) -> bytes:
-    """A file whose digest is right for whatever is in it."""
+def join(entries: dict[str, Any], manifest: Any, buffer: bytes, parts: Any) -> bytes:
+    """A file whose digests are right for whatever is in it."""
     text = json.dumps(manifest)
+    if parts is not None:
+        return join_parts(entries, text, buffer, parts)
     total = hashlib.sha256(text.encode())
     for name in sorted(entries):
         begin, stop = entries[name]["data_offsets"]
         shape = "x".join(map(str, entries[name]["shape"]))
         total.update(f"\n{name} {entries[name]['dtype']} {shape}\n".encode() + buffer[begin:stop])
     head = json.dumps({"__metadata__": {"manifest": text, "digest": total.hexdigest()}, **entries}).encode()
+    return struct.pack("<Q", len(head)) + head + buffer
+
+
+def join_parts(entries: dict[str, Any], text: str, buffer: bytes, parts: Any) -> bytes:
+    """The same for a progressive file."""
+    begin = 0
+    for part in parts if isinstance(parts, list) else []:
+        if isinstance(part, dict) and type(part.get("end")) is int and "digest" in part:
+            part["digest"] = hashlib.sha256(buffer[begin : part["end"]]).hexdigest()
+            begin = part["end"]
+    listed = json.dumps(parts)
+    total = hashlib.sha256(f"{text}\n{listed}".encode())
+    for name, entry in sorted(entries.items(), key=lambda item: (*item[1]["data_offsets"], item[0])):
+        total.update(f"\n{name} {entry['dtype']} {'x'.join(map(str, entry['shape']))}".encode())
+    metadata = {"manifest": text, "parts": listed, "digest": total.hexdigest()}
+    head = json.dumps({"__metadata__": metadata, **entries}).encode()
     return struct.pack("<Q", len(head)) + head + buffer
 
 
@@ -142,9 +179,10 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def damage_manifest(data: bytes, draw: random.Random) -> bytes:
-    entries, manifest, buffer = split(data)
+    entries, manifest, buffer, parts = split(data)
+    of_parts = parts is not None and draw.random() < 0.3
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
-        if not (all_places := places(manifest)):
+        if not (all_places := places(parts if of_parts else manifest)):
             break
         where, key = draw.choice(all_places)
         kind = draw.choice(("set", "set", "swap", "remove", "rename", "nudge"))
@@ -159,11 +197,11 @@ def damage_manifest(data: bytes, draw: random.Random) -> bytes:
             del where[key]
         elif isinstance(where, dict):
             where[draw.choice(("", "x", f"{key}x", "conv1", "layers"))] = where.pop(key)
-    return join(entries, manifest, buffer)
+    return join(entries, manifest, buffer, parts)
 
 
 def damage_tensors(data: bytes, draw: random.Random) -> bytes:
-    entries, manifest, buffer = split(data)
+    entries, manifest, buffer, parts = split(data)
     changed = bytearray(buffer)
     for _ in range(draw.choice((1, 1, 2, 5))):
         name = draw.choice(sorted(entries))
@@ -190,7 +228,7 @@ def damage_tensors(data: bytes, draw: random.Random) -> bytes:
             del entries[name]
         elif kind == "rename":
             entries[draw.choice(("x", "conv1/codes", f"{name}x"))] = entries.pop(name)
-    return join(entries, manifest, bytes(changed))
+    return join(entries, manifest, bytes(changed), parts)
 
 
 def damaged(bases: list[bytes], seed: int, number: int) -> tuple[str, bytes]:
@@ -217,13 +255,16 @@ def damaged(bases: list[bytes], seed: int, number: int) -> tuple[str, bytes]:
 def outcome(path: Path) -> str:
     """'refused', 'consistent', or what went wrong."""
     try:
-        artifact = read_artifact(path)
+        artifact = read_artifact(path, cut=True)
         live = load(path)
-        for setting in (*artifact.bit_choices, *artifact.plans):
+        if artifact.parts:
+            live = load(path, bit_choices=artifact.bit_choices[-1:])
+            grow(live, path)
+        for setting in (*artifact.available, *artifact.available_plans()):
             set_bits(live, setting)
             fresh = load(path)
             set_bits(fresh, setting)
-            if get_bits(live) != get_bits(fresh) or read_artifact(path).digest != artifact.digest:
+            if get_bits(live) != get_bits(fresh) or read_artifact(path, cut=True).digest != artifact.digest:
                 return f"two loads differ at {setting}"
             results = []
             for model in (live, fresh):
@@ -268,6 +309,7 @@ def resident() -> float:
 def work(folder: Path, seed: int, first: int, count: int) -> Share:
     """Try some cases: how many ended how, what failed, MiB that this process has grown by, the longest in seconds."""
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of files that are cut
     bases = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
     path = folder / f"case.{first}"
     path.write_bytes(bases[0])

@@ -109,7 +109,7 @@ def test_what_goes_wrong_is_noticed(
 ) -> None:
     damaged_files, path = scripts["damaged_files"], sorted(bases.glob("*.safetensors"))[0]
 
-    def fails(_: Path) -> None:
+    def fails(_: Path, *, cut: bool) -> None:
         raise KeyError("conv1")
 
     def hangs(_: Path) -> None:

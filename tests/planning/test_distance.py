@@ -164,7 +164,7 @@ def test_a_detector_is_compared_by_what_its_predictors_put_out() -> None:
     images = [torch.rand(3, 32, 32), torch.rand(3, 20, 31)]
     model = prepare(plain, QuantConfig(bit_choices=(8, 2), start="3std"), [images])
     with evaluating(model):
-        output = LayerOutputs("head.classes", "head.offsets")
+        output = LayerOutputs(["head.classes", "head.offsets"])
         measure = OutputDistance(model, [images], plain, distance=relative_error, output=output)
         assert measure.samples == 2
         assert measure(BitPlan(default=8)) < 0.1 * measure(BitPlan(default=2))

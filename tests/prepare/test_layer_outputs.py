@@ -22,7 +22,7 @@ class Twice(nn.Module):
 
 def test_all_calls_in_order() -> None:
     model, images = Twice(), [torch.randn(1, 2), torch.randn(4, 2)]
-    found = compared(model, images, LayerOutputs("shared"))
+    found = compared(model, images, LayerOutputs(["shared"]))
     assert [one.shape for one in found] == [(1, 3), (4, 3)]
     assert torch.equal(found[1], model.shared(images[1]))
     assert not model.shared._forward_hooks
@@ -32,13 +32,13 @@ def test_what_cannot_be_compared_is_refused() -> None:
     model, images = Twice(), [torch.randn(1, 2)]
     for output, problem in (
         (None, "output=LayerOutputs"),
-        (LayerOutputs("nothing"), "no module 'nothing'"),
-        (LayerOutputs("other"), "none of them was called"),
+        (LayerOutputs(["nothing"]), "no module 'nothing'"),
+        (LayerOutputs(["other"]), "none of them was called"),
     ):
         with pytest.raises(ConfigError, match=problem):
             compared(model, images, output)
-    for names in ((), ("",)):
+    for names in ((), ("",), "shared"):
         with pytest.raises(ConfigError, match="names of modules"):
-            LayerOutputs(*names)
+            LayerOutputs(names)
     with pytest.raises(ConfigError, match="runs the model itself"):
-        LayerOutputs("shared")(None)
+        LayerOutputs(["shared"])(None)

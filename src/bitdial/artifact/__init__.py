@@ -8,7 +8,9 @@ from bitdial.artifact.description import describe
 from bitdial.artifact.fit import fit
 from bitdial.artifact.format import FLOAT, Artifact, float_state, layer_table_entry, norm_table_entry
 from bitdial.artifact.graph import check_same_graph
+from bitdial.artifact.parts import file_parts
 from bitdial.artifact.read import read_artifact
+from bitdial.artifact.repacking import repack
 from bitdial.artifact.sizes import sizes
 from bitdial.artifact.write import save
 
@@ -18,11 +20,13 @@ __all__ = [
     "amend",
     "check_same_graph",
     "describe",
+    "file_parts",
     "fit",
     "float_state",
     "layer_table_entry",
     "norm_table_entry",
     "read_artifact",
+    "repack",
     "save",
     "sizes",
 ]

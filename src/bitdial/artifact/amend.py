@@ -6,10 +6,10 @@ from typing import Any
 
 from bitdial._version import __version__
 from bitdial.artifact.format import check_named, check_sensitivity
+from bitdial.artifact.parts import Layout, write_tensors
 from bitdial.artifact.read import read_artifact
 from bitdial.dial.plan import BitPlan, resolve_bits
-from bitdial.errors import ArtifactError, PlanError
-from bitdial.files.container import write_container
+from bitdial.errors import PlanError
 from bitdial.sensitivity.result import Sensitivity
 
 
@@ -23,7 +23,8 @@ def amend(
     """Rewrite the artifact at `path`, atomically, with more in its manifest; returns the new digest.
 
     `plans` and `metrics` replace what has the same name and leave the rest; a plan that is None is taken out.
-    `sensitivity` replaces the stored one. What does not fit the file's model is an error, and nothing is written.
+    `sensitivity` replaces the stored one. What does not fit the file's model is an error, and nothing is written. A
+    progressive file stays one.
     """
     check_named(plans, metrics)
     artifact = read_artifact(path)
@@ -47,4 +48,4 @@ def amend(
     if sensitivity is not None:
         check_sensitivity(sensitivity, artifact.layers)
         manifest["sensitivity"] = sensitivity.to_dict()
-    return write_container(path, artifact.tensors, manifest, error=ArtifactError)
+    return write_tensors(path, artifact.tensors, manifest, Layout(manifest) if artifact.parts else None)

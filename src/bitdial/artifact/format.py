@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.dial.plan import BitPlan
-from bitdial.errors import ArtifactError
+from bitdial.dial.plan import BitPlan, resolve_bits
+from bitdial.errors import ArtifactError, PlanError
+from bitdial.files.parts import FilePart
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, QuantLayer, kind_of, usual_state
 from bitdial.prepare.report import ModelReport
@@ -26,7 +27,11 @@ FLOAT = ".float/"  # prefix of the float layers' tensors; no module name begins 
 
 @dataclass
 class Artifact:
-    """A checked artifact in memory: its manifest, its tensors, its digest and the size of its file."""
+    """A checked artifact in memory: its manifest, its tensors, its digest and the size of its file.
+
+    `parts` are those of a progressive file, and `widest` the width of the last one that was read, None if the file is
+    whole. In codes, what only wider widths need is then zero.
+    """
 
     manifest: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -35,6 +40,8 @@ class Artifact:
     plans: dict[str, BitPlan] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
     report: ModelReport | None = None
+    parts: tuple[FilePart, ...] = ()
+    widest: int | None = None
 
     @property
     def scheme(self) -> str:
@@ -43,8 +50,13 @@ class Artifact:
 
     @property
     def bit_choices(self) -> tuple[int, ...]:
-        """The widths it runs at, descending."""
+        """The widths of the file, descending."""
         return tuple(self.manifest["bit_choices"])
+
+    @property
+    def available(self) -> tuple[int, ...]:
+        """The widths it runs at, descending: all of the file's, unless parts are missing."""
+        return tuple(bits for bits in self.bit_choices if self.widest is None or bits <= self.widest)
 
     @property
     def layers(self) -> dict[str, dict[str, Any]]:
@@ -65,6 +77,17 @@ class Artifact:
     def fixed_bits(self) -> dict[str, int]:
         """The layers with a width of their own, and those widths."""
         return {name: entry["fixed_bits"] for name, entry in self.layers.items() if "fixed_bits" in entry}
+
+    def available_plans(self) -> dict[str, BitPlan]:
+        """The stored plans that give layers only widths which are there."""
+        if self.widest is None:
+            return dict(self.plans)
+        choices = {name: self.widths_of(name, self.available) for name in self.layers}
+        return {name: plan for name, plan in self.plans.items() if _fits(plan, choices, self.fixed_bits)}
+
+    def widths_of(self, layer: str, offered: tuple[int, ...]) -> tuple[int, ...]:
+        """The widths of a layer in a model that offers `offered`: these, and its own if it has one."""
+        return tuple(sorted({*offered, self.layers[layer].get("fixed_bits", offered[0])}, reverse=True))
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -112,6 +135,14 @@ class Artifact:
         assert bf.scheme_of(self.scheme).narrows
         stored, shape, high = self.tensors[f"{owner}/codes"], self.layers[owner]["shape"], self.bit_choices[0]
         return stored if high == 8 else unpack_bytes(stored, high, torch.Size(shape).numel()).reshape(shape)
+
+
+def _fits(plan: BitPlan, choices: dict[str, tuple[int, ...]], fixed: dict[str, int]) -> bool:
+    try:
+        resolve_bits(choices, plan, fixed)
+    except PlanError:
+        return False
+    return True
 
 
 def layer_table_entry(name: str, layer: nn.Module) -> dict[str, Any]:

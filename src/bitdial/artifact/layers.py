@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 from bitdial import functional as bf
-from bitdial.artifact.format import LARGEST_CODE
-from bitdial.artifact.tensors import ExpectedTensors, Fields, are_sizes, check_fields
+from bitdial.artifact.format import LARGEST_CODE, Artifact
+from bitdial.artifact.tensors import (
+    ExpectedTensors,
+    Fields,
+    are_sizes,
+    check_clip_ratios,
+    check_fields,
+    check_zero_points,
+)
 from bitdial.errors import ArtifactError, BitdialError
 from bitdial.functional.bitstream import unpack_bytes
 from bitdial.nn import KINDS, UNKNOWN, LayerKind
@@ -96,11 +103,11 @@ def _weight(tensors: ExpectedTensors, name: str, shape: tuple[int, ...], group_s
     if not narrows:
         tensors.take(f"{name}/weight", torch.float32, shape)
     elif high == 8:
-        _phase(tensors, name, tensors.take(f"{name}/codes", torch.int8, shape))
+        check_phase_of(tensors.artifact, name, tensors.take(f"{name}/codes", torch.int8, shape))
     else:
         packed = tensors.take(f"{name}/codes", torch.uint8, (-(-count * high // 8),))
         try:
-            _phase(tensors, name, unpack_bytes(packed, high, count))
+            check_phase_of(tensors.artifact, name, unpack_bytes(packed, high, count))
         except BitdialError as problem:
             raise ArtifactError(f"layer {name!r}: {problem}") from problem
     if group_size is not None:
@@ -113,10 +120,12 @@ def _weight(tensors: ExpectedTensors, name: str, shape: tuple[int, ...], group_s
     tensors.take_scale(f"{name}/weight_scale", (1 if narrows else len(widths), channels))
 
 
-def _phase(tensors: ExpectedTensors, name: str, codes: Tensor) -> None:
+def check_phase_of(artifact: Artifact, name: str, codes: Tensor) -> None:
     """A phase leaves the lowest codes out: their values lie below all weight integers."""
-    high = tensors.artifact.bit_choices[0]
-    least, _ = bf.scheme_of(tensors.artifact.scheme).stored_range(high)
+    high = artifact.bit_choices[0]
+    least, _ = bf.scheme_of(artifact.scheme).stored_range(high)
+    unknown = max(0, high - artifact.widths_of(name, artifact.available)[0])  # planes that were not read
+    least = least >> unknown << unknown
     if least != bf.code_range(high)[0] and codes.numel() and int(codes.min()) < least:
         raise ArtifactError(f"layer {name!r}: code {int(codes.min())} is below {least}, the least of this scheme")
 
@@ -143,18 +152,10 @@ def _activations(tensors: ExpectedTensors, name: str, kind: str, layer_kind: Lay
     if kind == bf.DYNAMIC:
         if layer_kind != LINEAR:
             raise ArtifactError(f"layer {name!r}: the input of a {layer_kind.name} has no tokens to be dynamic by")
-        _clip_ratios(f"{name}/act_clip_ratio", tensors.take(f"{name}/act_clip_ratio", torch.float32, (len(widths),)))
+        ratios = f"{name}/act_clip_ratio"
+        check_clip_ratios(ratios, tensors.take(ratios, torch.float32, (len(widths),)))
         return
     tensors.take_scale(f"{name}/act_scale", (len(widths),))
     if kind == "asymmetric":
-        zero_points = tensors.take(f"{name}/act_zero_point", torch.uint8, (len(widths),))
-        for bits, value in zip(widths, zero_points.tolist(), strict=True):
-            if value >= 1 << bits:
-                raise ArtifactError(f"layer {name!r}: zero-point {value} does not fit {bits} bits")
-
-
-def _clip_ratios(name: str, ratios: Tensor) -> None:
-    """Raise unless all clip ratios of the tensor called `name` are in their range."""
-    least, most = bf.LEAST_CLIP_RATIO, bf.MOST_CLIP_RATIO
-    if not bool(((ratios >= least) & (ratios <= most)).all()):
-        raise ArtifactError(f"{name!r} has ratios that are not from {least} to {most:g}")
+        zero_points = f"{name}/act_zero_point"
+        check_zero_points(zero_points, tensors.take(zero_points, torch.uint8, (len(widths),)), widths)

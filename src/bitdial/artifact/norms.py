@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from bitdial.artifact.tensors import ExpectedTensors, Fields, are_sizes, check_fields
+from bitdial.artifact.tensors import ExpectedTensors, Fields, are_sizes, check_fields, check_variances
 from bitdial.errors import ArtifactError
 from bitdial.nn import NORM_STATE
 
@@ -59,8 +59,8 @@ def _norm_state(tensors: ExpectedTensors, name: str, entry: dict[str, Any], sets
             tensors.take(f"{name}/{part}", torch.float32, (affine_sets, entry["num_features"]))
         elif part in ("running_mean", "running_var"):
             tensor = tensors.take(f"{name}/{part}", torch.float32, (sets, entry["num_features"]))
-            if part == "running_var" and bool((tensor < 0).any()):
-                raise ArtifactError(f"norm {name!r}: a variance is negative")
+            if part == "running_var":
+                check_variances(f"{name}/{part}", tensor)
         elif part == "num_batches_tracked":
             tensors.take(f"{name}/{part}", torch.int64, (sets,))
         else:

@@ -17,6 +17,7 @@ from bitdial.artifact.format import (
 from bitdial.artifact.graph import check_graph_entry
 from bitdial.artifact.layers import check_layer
 from bitdial.artifact.norms import check_norm
+from bitdial.artifact.parts import Layout
 from bitdial.artifact.rotation import check_rotation
 from bitdial.artifact.sites import check_sites
 from bitdial.artifact.tensors import ExpectedTensors, Fields, check_fields
@@ -25,6 +26,7 @@ from bitdial.config import check_bit_choices
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, BitdialError, ConfigError, PlanError
 from bitdial.files.container import read_container
+from bitdial.files.parts import PartedFile, read_parts
 from bitdial.nn.decompose import DECOMPOSITIONS
 from bitdial.prepare.report import ModelReport
 from bitdial.sensitivity.result import Sensitivity
@@ -46,26 +48,87 @@ _MANIFEST: Fields = {
 }
 
 
-def read_artifact(path: str | os.PathLike[str]) -> Artifact:
-    """Read and check the artifact at `path`; ArtifactError names the file and what is wrong with it."""
+def read_artifact(path: str | os.PathLike[str], *, bits: int | None = None, cut: bool = False) -> Artifact:
+    """Read and check the artifact at `path`; ArtifactError names the file and what is wrong with it.
+
+    Of a progressive file, only the parts of up to `bits` bits are read. One that ends before the last of these is
+    refused, unless `cut`: then it is taken as far as it goes (`artifact.available`).
+    """
     path = Path(path)
-    tensors, manifest, digest = read_container(path, error=ArtifactError, shared=True)
-    artifact = Artifact(manifest, tensors, digest, path.stat().st_size)
+    file = read_parts(path, error=ArtifactError, upto=8 if bits is None else bits)
+    if file is None:
+        tensors, manifest, digest = read_container(path, error=ArtifactError, shared=True)
+        artifact = Artifact(manifest, tensors, digest, path.stat().st_size)
+    else:
+        widest = _widest(path, file, bits, cut=cut)
+        artifact = Artifact(file.manifest, {}, file.digest, file.size, parts=file.parts, widest=widest)
     try:
-        _Checker(artifact).check()
+        _Checker(artifact, file).check()
     except BitdialError as problem:
         raise ArtifactError(f"{path}: {problem}") from problem
     return artifact
 
 
-class _Checker:
-    """One pass over an artifact; fills in what its manifest holds."""
+def _widest(path: Path, file: PartedFile, bits: int | None, *, cut: bool) -> int | None:
+    """The width of the last part that was read, None if that is the last of all; ArtifactError if it will not do."""
+    wanted = [part.bits for part in file.parts if bits is None or part.bits <= bits]
+    read = [each for each in wanted if each in file.there]
+    end = file.parts[-1].end
+    if not file.there:
+        raise ArtifactError(
+            f"{path} ends within its first part, at byte {file.size} of {file.parts[0].end} ({end} with all parts); "
+            "get a fresh copy, or the rest"
+        )
+    if not wanted:
+        raise ArtifactError(
+            f"bits={bits}: the lowest width of {path} is {file.parts[0].bits}; ask for that, or a wider"
+        )
+    if read != wanted and not cut:
+        raise ArtifactError(
+            f"{path} is cut: it ends at byte {file.size} of {end}, and its last whole part is that of {read[-1]} bits. "
+            "load(path) runs the widths that it has; for this, get the rest"
+        )
+    return None if read[-1] == file.parts[-1].bits else read[-1]
 
-    def __init__(self, artifact: Artifact):
-        self.artifact = artifact
+
+class _Checker:
+    """One pass over an artifact; fills in what its manifest holds, and the tensors of one whose `file` is in parts."""
+
+    def __init__(self, artifact: Artifact, file: PartedFile | None):
+        self.artifact, self.file = artifact, file
         self.tensors = ExpectedTensors(artifact)
 
     def check(self) -> None:
+        manifest = self.artifact.manifest
+        optional = self._form()
+        if self.file is not None:
+            self.artifact.tensors = Layout(manifest).join(self.file)
+            self.file.tensors.clear()
+        for name, how in manifest.get("decomposed", {}).items():
+            if not isinstance(how, str) or how not in DECOMPOSITIONS:
+                raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
+        check_widened(self.artifact)
+        if "rotation" in optional:
+            check_rotation(manifest["rotation"])
+        for name, entry in manifest["layers"].items():
+            check_layer(self.tensors, name, entry)
+        check_fixed_bits(self.artifact)
+        for name, entry in manifest["norms"].items():
+            check_norm(self.tensors, name, entry)
+        check_sites(self.artifact)
+        for name in self.artifact.sites:
+            self.tensors.take_scale(f"{name}/act_scale", (len(self.artifact.bit_choices),))
+        self._floats()
+        self._plans()
+        if manifest["sensitivity"] is not None:
+            self._sensitivity()
+        if "graph" in optional:
+            check_graph_entry(manifest["graph"])
+        if "report" in optional:
+            self._report()
+
+    def _form(self) -> dict[str, type]:
+        """Check the fields of the manifest and what holds for the whole file; the optional fields that it has."""
         manifest = self.artifact.manifest
         if manifest.get("kind") != "artifact":
             raise ArtifactError("it is not an artifact (a checkpoint?); save(model, path) writes artifacts")
@@ -90,28 +153,7 @@ class _Checker:
             raise ArtifactError(f"its tie rule {manifest['ties']!r} is not known")
         if not manifest["layers"]:
             raise ArtifactError("it has no quantised layer")
-        for name, how in manifest.get("decomposed", {}).items():
-            if not isinstance(how, str) or how not in DECOMPOSITIONS:
-                raise ArtifactError(f"module {name!r}: {how!r} is not one of {', '.join(DECOMPOSITIONS)}")
-        check_widened(self.artifact)
-        if "rotation" in optional:
-            check_rotation(manifest["rotation"])
-        for name, entry in manifest["layers"].items():
-            check_layer(self.tensors, name, entry)
-        check_fixed_bits(self.artifact)
-        for name, entry in manifest["norms"].items():
-            check_norm(self.tensors, name, entry)
-        check_sites(self.artifact)
-        for name in self.artifact.sites:
-            self.tensors.take_scale(f"{name}/act_scale", (len(self.artifact.bit_choices),))
-        self._floats()
-        self._plans()
-        if manifest["sensitivity"] is not None:
-            self._sensitivity()
-        if "graph" in optional:
-            check_graph_entry(manifest["graph"])
-        if "report" in optional:
-            self._report()
+        return optional
 
     def _floats(self) -> None:
         tensors = self.artifact.tensors

@@ -23,12 +23,12 @@ from bitdial.artifact.format import (
     norm_table_entry,
 )
 from bitdial.artifact.graph import graph_entry
+from bitdial.artifact.parts import Layout, write_tensors
 from bitdial.artifact.read import read_artifact
 from bitdial.artifact.widened import shorten
 from bitdial.dial.dial import is_live, leader_of, resolve_plan, unwrap
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ArtifactError, PlanError
-from bitdial.files.container import write_container
 from bitdial.functional.bitstream import pack_bytes
 from bitdial.models import MODELS
 from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm, WeightQuantizer
@@ -46,6 +46,7 @@ def save(
     plans: Mapping[str, BitPlan] | None = None,
     metrics: Mapping[str, Any] | None = None,
     sensitivity: Sensitivity | None = None,
+    progressive: bool = False,
 ) -> str:
     """Write the prepared, trained `model` to `path` (atomically) and return its digest.
 
@@ -53,6 +54,9 @@ def save(
     are named BitPlans to keep with it, `metrics` any JSON values, `sensitivity` is what `hessian_trace` found. Schemes
     that cannot narrow (`lsq`, `dorefa`) store float weights. What was written is read back, checked as `load` checks
     it, and compared with `model` before it takes its name. If anything is off, what was at `path` stays.
+
+    A `progressive` file holds the same, in parts: the first is the lowest width's, and each further one adds a width.
+    It is for schemes whose low codes are prefixes, such as 'nested'.
     """
     check_named(plans, metrics)
     model = unwrap(model)
@@ -90,7 +94,8 @@ def save(
         "sensitivity": None if sensitivity is None else sensitivity.to_dict(),
     }
     manifest |= {key: entry for key, entry in entries.items() if entry}
-    return _write(path, tensors, manifest, model)
+    layout = Layout(manifest) if progressive else None
+    return _write(path, tensors, manifest, model, layout)
 
 
 def _contents(model: nn.Module, layers: dict[str, QuantLayer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -130,7 +135,13 @@ def _check_plans(model: nn.Module, plans: Mapping[str, BitPlan]) -> None:
         resolve_plan(model, plan)
 
 
-def _write(path: str | os.PathLike[str], tensors: dict[str, Tensor], manifest: dict[str, Any], model: nn.Module) -> str:
+def _write(
+    path: str | os.PathLike[str],
+    tensors: dict[str, Tensor],
+    manifest: dict[str, Any],
+    model: nn.Module,
+    layout: Layout | None,
+) -> str:
     """Write the file, but only if it can be read and fits `model`; `tensors` are gone then."""
 
     def check(written: Path) -> None:
@@ -144,7 +155,7 @@ def _write(path: str | os.PathLike[str], tensors: dict[str, Tensor], manifest: d
                 "change that in the model (a type, for example, by .float()) and save it again"
             ) from problem
 
-    return write_container(path, tensors, manifest, error=ArtifactError, check=check)
+    return write_tensors(path, tensors, manifest, layout, check)
 
 
 def _check_names(model: nn.Module) -> None:

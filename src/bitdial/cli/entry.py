@@ -57,7 +57,7 @@ def _in_one_line(problem: BaseException) -> str:
 
 def _action(name: str) -> Callable[[argparse.Namespace], None]:
     """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
-    from bitdial.cli import calibrate, demo, evaluate, export, inspection, language, mixed, train
+    from bitdial.cli import calibrate, demo, evaluate, export, inspection, language, mixed, repack, train
 
     return {
         "demo": demo.run,
@@ -68,6 +68,7 @@ def _action(name: str) -> Callable[[argparse.Namespace], None]:
         "inspect": inspection.run,
         "switch": evaluate.run_switch,
         "export": export.run,
+        "repack": repack.run,
         "sensitivity": mixed.run_sensitivity,
         "search": mixed.run_search,
         "pareto": mixed.run_pareto,

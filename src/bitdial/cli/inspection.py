@@ -15,12 +15,13 @@ from bitdial.recipes.run import describe_images
 
 def run(options: argparse.Namespace) -> None:
     """Print the sections; each is a function below."""
-    artifact = read_artifact(options.file)
+    artifact = read_artifact(options.file, cut=True)
     size = sizes(artifact)
     if options.json:
         print(json.dumps(_as_json(str(options.file), artifact, size), indent=2))
         return
     show_table(str(options.file), ["", ""], _facts(artifact, size))
+    _show_parts(artifact)
     _show_widths(artifact, size)
     _show_layers(artifact)
     if artifact.report is not None:
@@ -32,6 +33,7 @@ def _as_json(file: str, artifact: Artifact, size: dict[str, Any]) -> dict[str, A
         "file": file,
         "digest": artifact.digest,
         "narrows": scheme_of(artifact.scheme).narrows,
+        "parts": [{**part._asdict(), "there": part.end <= artifact.file_bytes} for part in artifact.parts],
         "sizes": {**size, "separate": {str(b): v for b, v in size["separate"].items()}},
         **artifact.manifest,
     }
@@ -39,13 +41,13 @@ def _as_json(file: str, artifact: Artifact, size: dict[str, Any]) -> dict[str, A
 
 def _facts(artifact: Artifact, size: dict[str, Any]) -> list[list[str]]:
     manifest, architecture = artifact.manifest, artifact.manifest["architecture"]
-    whole = f"{artifact.bit_choices[0]}-bit integer codes"
+    whole = f"{artifact.bit_choices[0]}-bit integer codes{', in parts' if artifact.parts else ''}"
     stored = (
         whole if scheme_of(artifact.scheme).narrows else "float weights: this scheme cannot be narrowed from integers"
     )
     return [
         ["scheme", f"{artifact.scheme}, ties {manifest['ties']}"],
-        ["widths", ", ".join(map(str, artifact.bit_choices))],
+        ["widths", _describe_available(artifact)],
         ["stored", stored],
         ["architecture", _describe(architecture) if architecture else "the user's own: pass a model to load"],
         [
@@ -62,6 +64,23 @@ def _facts(artifact: Artifact, size: dict[str, Any]) -> list[list[str]]:
         ["written by", f"{manifest['written_by']}, format version {manifest['version']}"],
         ["digest", f"{artifact.digest} (checked)"],
     ]
+
+
+def _show_parts(artifact: Artifact) -> None:
+    """The parts of a progressive file: bytes from and to, and whether the file has them."""
+    if not artifact.parts:
+        return
+    rows = [
+        [
+            f"{part.bits} bits",
+            f"{part.begin:,}",
+            f"{part.end:,}",
+            f"{part.end - part.begin:,}",
+            "yes" if part.end <= artifact.file_bytes else "no",
+        ]
+        for part in artifact.parts
+    ]
+    show_table("Parts, each with those before it", ["part", "from byte", "to byte", "bytes", "there"], rows)
 
 
 def _show_widths(artifact: Artifact, size: dict[str, Any]) -> None:
@@ -95,6 +114,12 @@ def _activations(artifact: Artifact, name: str) -> str:
     """The kind of a layer's activations; where tokens have scales, with the clip ratio of each width."""
     kind, ratios = str(artifact.layers[name]["activations"]), artifact.part(name, "act_clip_ratio")
     return kind if ratios is None else f"{kind}, clip {' / '.join(f'{ratio:.3g}' for ratio in ratios.tolist())}"
+
+
+def _describe_available(artifact: Artifact) -> str:
+    """The widths of the file; of one that is cut, those that it has."""
+    every, here = (", ".join(map(str, widths)) for widths in (artifact.bit_choices, artifact.available))
+    return every if here == every else f"{here} (the file is cut; whole, it has {every})"
 
 
 def _describe_run(stored: object) -> str:

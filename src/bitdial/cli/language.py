@@ -16,7 +16,8 @@ from bitdial.cli.places import writing
 from bitdial.cli.tables import percent, setting_label, show_table
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ConfigError
-from bitdial.export.transformers import WEIGHTS, load_beside, load_pretrained
+from bitdial.export.transformers import load_beside, load_pretrained
+from bitdial.export.transformers_folder import weights_in
 from bitdial.files.atomic import write_json
 from bitdial.language import evaluate_language, read_questions
 from bitdial.language.folder import load_float, load_tokenizer
@@ -30,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     with writing(options, {"--json": options.json}):
         folder = options.model or options.file
-        artifact = read_artifact(options.file / WEIGHTS if options.file.is_dir() else options.file)
+        artifact = read_artifact(weights_in(options.file) if options.file.is_dir() else options.file)
         settings = [(s, resolve_setting(s, artifact)) for s in options.bits or (*artifact.bit_choices, *artifact.plans)]
         tokenizer = load_tokenizer(folder)
         rows = None

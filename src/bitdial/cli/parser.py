@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     _export_options(
         commands.add_parser("export", help="an ONNX file at one setting, or a folder for transformers or vLLM")
     )
+    _repack_options(
+        commands.add_parser("repack", help="a progressive file of an artifact: its first part runs at the lowest width")
+    )
     sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_options(commands.add_parser("search", help="the best plan within budgets, by sensitivities or by measuring"))
     pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
@@ -99,6 +102,18 @@ def _live_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _repack_options(repack: argparse.ArgumentParser) -> None:
+    file_argument(repack)
+    repack.add_argument("out", type=Path, metavar="OUT", help="the file to write")
+    kind = repack.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--progressive",
+        action="store_true",
+        help="a part for each width, the lowest first, so that the first bytes of the file are enough (the default)",
+    )
+    kind.add_argument("--whole", action="store_true", help="the other way: a file that is read as a whole")
+
+
 def _export_options(export: argparse.ArgumentParser) -> None:
     file_argument(export)
     target = export.add_mutually_exclusive_group(required=True)
@@ -110,7 +125,16 @@ def _export_options(export: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="a folder in the format of compressed-tensors to write, which vLLM loads: weights only, --bits 8 or 4",
     )
-    export.add_argument("--model", type=Path, metavar="DIR", help="of folders: that of the float model")
+    target.add_argument(
+        "--gguf", type=Path, metavar="OUT", help="a GGUF file to write, which llama.cpp runs: weights only, one setting"
+    )
+    export.add_argument("--model", type=Path, metavar="DIR", help="the float model's folder; for all but --onnx")
+    export.add_argument(
+        "--exact", action="store_const", const=True, help="of --gguf: refuse to round scales to 16 bits"
+    )
+    export.add_argument(
+        "--no-tokenizer", action="store_const", const=True, help="of --gguf: without one, for token ids only"
+    )
     export.add_argument("--bits", type=bits_setting, metavar="B", help=f"{BITS_HELP} (default: the highest width)")
     export.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"

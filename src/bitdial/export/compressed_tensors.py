@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from bitdial.artifact import Artifact, read_artifact
 from bitdial.dial.dial import set_bits
 from bitdial.errors import ExportError
-from bitdial.export.transformers import WEIGHTS, load_beside, own_type, write_beside
+from bitdial.export.transformers import load_beside, own_type, write_beside
+from bitdial.export.transformers_folder import WEIGHTS
 from bitdial.files.atomic import replacing
 from bitdial.live.layers import LiveLayer
 

@@ -14,7 +14,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from torch import Tensor
 from bitdial.errors import BitdialError
 from bitdial.files.atomic import replacing
 
-_DTYPES: dict[torch.dtype, str] = {
+DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -37,7 +39,11 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+Entry = dict[str, Any]  # of a tensor in a header: its dtype, shape and data_offsets
+METADATA = "__metadata__"
+CHANGED = "it changed while it was read"
+UNREADABLE = "not a readable safetensors file (truncated or damaged?)"
 _MOST_LEVELS = 900
 _LARGEST_HEADER = 100_000_000  # that safetensors reads
 
@@ -56,25 +62,52 @@ def write_container(
     what was at `path` alone.
     """
     path = Path(path)
-    if unknown := [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in _DTYPES]:
-        raise error(
-            f"cannot write {path}: bitdial does not store tensors of the type of {unknown[0]}; convert it, or keep it "
-            "out of the model's state (persistent=False)"
-        )
-    if "__metadata__" in tensors:
-        raise error(f"cannot write {path}: '__metadata__' is a reserved name")
+    check_storable(path, tensors, error)
     plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        text = json.dumps(manifest, separators=(",", ":"), allow_nan=False)
-        metadata = {"manifest": text, "digest": _digest(text, plain)}
-    except (TypeError, ValueError, RecursionError) as cause:
-        raise error(f"cannot write {path}: {cause}") from cause
+    text = manifest_text(path, manifest, error)
+    metadata = {"manifest": text, "digest": _digest(text, plain)}
     with replacing(path, error=error) as temporary:
         save_file(plain, temporary, metadata)
         plain.clear()  # a reader needs as much memory again
         if check is not None:
             check(temporary)
     return metadata["digest"]
+
+
+@contextmanager
+def reading(path: Path, error: type[BitdialError]) -> Iterator[None]:
+    """Turn what can go wrong in reading bytes of the file at `path` into `error`."""
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError) as cause:
+        raise error(f"there is no file {path}") from cause
+    except OSError as cause:
+        raise error(f"cannot read {path}: {cause.strerror or cause}") from cause
+    except RuntimeError as cause:  # of torch, which has no such memory
+        raise error(f"cannot read {path}: {cause}") from cause
+
+
+def check_storable(path: Path, tensors: Mapping[str, Tensor], error: type[BitdialError]) -> None:
+    """Raise `error` unless `tensors` are of types that bitdial writes, and their names can be in a file."""
+    if unknown := [f"{n!r} ({t.dtype})" for n, t in tensors.items() if t.dtype not in DTYPES]:
+        raise error(
+            f"cannot write {path}: bitdial does not store tensors of the type of {unknown[0]}; convert it, or keep it "
+            "out of the model's state (persistent=False)"
+        )
+    if METADATA in tensors:
+        raise error(f"cannot write {path}: {METADATA!r} is a reserved name")
+    try:
+        "".join(tensors).encode()
+    except ValueError as cause:  # halves of a pair of UTF-16 are no text
+        raise error(f"cannot write {path}: {cause}") from cause
+
+
+def manifest_text(path: Path, manifest: dict[str, Any], error: type[BitdialError]) -> str:
+    """The manifest as a file has it; `error` if it holds what JSON cannot say."""
+    try:
+        return json.dumps(manifest, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise error(f"cannot write {path}: {cause}") from cause
 
 
 def read_container(
@@ -86,75 +119,100 @@ def read_container(
     their type can, and not where PyTorch's own memory begins: its random generators crash on such a state.
     """
     path = Path(path)
-    try:
+    with reading(path, error):
         data = _read(path)
-    except (FileNotFoundError, IsADirectoryError) as cause:
-        raise error(f"there is no file {path}") from cause
-    except OSError as cause:
-        raise error(f"cannot read {path}: {cause.strerror or cause}") from cause
-    except RuntimeError as cause:  # of torch, which has no such memory
-        raise error(f"cannot read {path}: {cause}") from cause
     try:
         metadata, entries = _header(data)
     except (ValueError, RecursionError) as cause:
-        raise error(f"{path} is not a readable safetensors file (truncated or damaged?): {cause}") from cause
+        raise error(f"{path} is {UNREADABLE}: {cause}") from cause
     if set(metadata) != {"manifest", "digest"}:
         raise error(f"{path} was not written by bitdial: its metadata lacks 'manifest' and 'digest'")
     text, digest = metadata["manifest"], metadata["digest"]
-    if unknown := [name for name, entry in entries.items() if entry["dtype"] not in _TYPES]:
-        raise error(f"{path}: tensor {unknown[0]!r} has a type that bitdial does not write")
-    tensors = {name: _tensor(data, entry) for name, entry in entries.items()}
+    check_types(path, entries, error)
+    tensors = {name: tensor_in(data, entry) for name, entry in entries.items()}
     if _digest(text, tensors) != digest:
         raise error(f"{path} is damaged: its content does not match its digest; get a fresh copy")
+    manifest = parsed_manifest(path, text, error)
+    return tensors if shared else {name: tensor.clone() for name, tensor in tensors.items()}, manifest, digest
+
+
+def check_types(path: Path, entries: Mapping[str, Entry], error: type[BitdialError]) -> None:
+    """Raise `error` if a tensor of a header is of a type that bitdial does not write."""
+    if unknown := [name for name, entry in entries.items() if entry["dtype"] not in _TYPES]:
+        raise error(f"{path}: tensor {unknown[0]!r} has a type that bitdial does not write")
+
+
+def parsed_manifest(path: Path, text: str, error: type[BitdialError]) -> dict[str, Any]:
+    """The manifest of a file; `error` unless it is a JSON object of not too many levels."""
     try:
         manifest = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}: its manifest is not JSON: {cause}") from cause
     if not isinstance(manifest, dict) or _deeper_than(_MOST_LEVELS, manifest):
         raise error(f"{path}: its manifest must be a JSON object of at most {_MOST_LEVELS} levels")
-    return tensors if shared else {name: tensor.clone() for name, tensor in tensors.items()}, manifest, digest
+    return manifest
 
 
 def _read(path: Path) -> Tensor:
     """The bytes of a file, read in one go: it may be replaced at any time, and is then still the old one here."""
     with path.open("rb", buffering=0) as file:
-        data = torch.empty(os.fstat(file.fileno()).st_size, dtype=torch.uint8)
-        rest = memoryview(data.numpy().data)
-        while len(rest) and (count := file.readinto(rest)):
-            rest = rest[count:]
-        if len(rest) or file.read(1):
-            raise OSError("it changed while it was read")
+        data = next_bytes(file, os.fstat(file.fileno()).st_size)
+        if file.read(1):
+            raise OSError(CHANGED)
     return data
 
 
-def _header(data: Tensor) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The metadata, and {tensor: {dtype, shape, data_offsets}} in the order of the data; ValueError if anything is off.
+def next_bytes(file: FileIO, count: int) -> Tensor:
+    """The next `count` bytes of `file`; OSError if there are fewer."""
+    data = torch.empty(count, dtype=torch.uint8)
+    rest = memoryview(data.numpy().data)
+    while len(rest) and (got := file.readinto(rest)):
+        rest = rest[got:]
+    if len(rest):
+        raise OSError(CHANGED)
+    return data
 
-    Offsets count from the beginning of the file. Tensors must fill the file, one after the other.
-    """
-    size = int.from_bytes(data[:8].numpy().tobytes(), "little")
-    if not 2 <= size <= min(_LARGEST_HEADER, data.numel() - 8):
-        raise ValueError(f"its header would take {size} of {data.numel()} bytes")
-    header = json.loads(data[8 : 8 + size].numpy().tobytes().decode(), object_pairs_hook=_without_doubles)
-    if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is no table of texts")
-    "".join((*metadata, *metadata.values(), *header)).encode()  # halves of a pair of UTF-16 are no text
-    entries = {name: _entry(name, entry, 8 + size) for name, entry in header.items()}
-    entries = dict(sorted(entries.items(), key=lambda item: item[1]["data_offsets"]))
-    end = 8 + size
-    for name, entry in entries.items():
-        if entry["data_offsets"][0] != end:
-            raise ValueError(f"the data of tensor {name!r} begins in the wrong place")
-        end = entry["data_offsets"][1]
+
+def _header(data: Tensor) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the entries of a whole file; ValueError if anything is off."""
+    size = header_size(data[:8].numpy().tobytes(), data.numel())
+    metadata, entries, end = parsed_header(data[8 : 8 + size].numpy().tobytes())
     if end != data.numel():
         raise ValueError(f"its tensors end at byte {end} of {data.numel()}")
     return metadata, entries
 
 
-def _entry(name: str, entry: Any, begin: int) -> dict[str, Any]:
+def header_size(first: bytes, total: int) -> int:
+    """The length of the header, by the `first` 8 bytes of a file of `total` bytes; ValueError if that is too long."""
+    size = int.from_bytes(first, "little")
+    if not 2 <= size <= min(_LARGEST_HEADER, total - 8):
+        raise ValueError(f"its header would take {size} of {total} bytes")
+    return size
+
+
+def parsed_header(text: bytes) -> tuple[dict[str, str], dict[str, Entry], int]:
+    """The metadata, {tensor: {dtype, shape, data_offsets}} in the order of the data, and where the data ends.
+
+    Offsets count from the beginning of the file. Tensors must lie one after the other. ValueError if anything is off.
+    """
+    header = json.loads(text.decode(), object_pairs_hook=_without_doubles)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata is no table of texts")
+    "".join((*metadata, *metadata.values(), *header)).encode()  # halves of a pair of UTF-16 are no text
+    end = 8 + len(text)
+    entries = {name: _entry(name, entry, end) for name, entry in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (*item[1]["data_offsets"], item[0])))
+    for name, entry in entries.items():
+        if entry["data_offsets"][0] != end:
+            raise ValueError(f"the data of tensor {name!r} begins in the wrong place")
+        end = entry["data_offsets"][1]
+    return metadata, entries, end
+
+
+def _entry(name: str, entry: Any, begin: int) -> Entry:
     """What the header says of a tensor, checked, with offsets from the beginning of the file."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"tensor {name!r} lacks its type, its shape or its place")
@@ -174,9 +232,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
-    """The part of `data` that is a tensor; a copy of it if it does not begin where its type can."""
-    begin, end = entry["data_offsets"]
+def tensor_in(data: Tensor, entry: Entry, start: int = 0) -> Tensor:
+    """What of `data`, a file's bytes from `start` on, is a tensor; a copy if it does not begin where its type can."""
+    begin, end = (offset - start for offset in entry["data_offsets"])
     dtype = _TYPES[entry["dtype"]]
     part = data[begin:end] if begin % dtype.itemsize == 0 else data[begin:end].clone()
     return part.view(dtype).view(entry["shape"])
@@ -206,7 +264,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         shape = "x".join(map(str, tensor.shape))
-        total.update(f"\n{name} {_DTYPES[tensor.dtype]} {shape}\n".encode())
+        total.update(f"\n{name} {DTYPES[tensor.dtype]} {shape}\n".encode())
         if tensor.numel():
             total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()

@@ -16,12 +16,17 @@ bits after the last code are zero. With b = 3, codes c0, c1, c2, ... (``c0.0``: 
 Eight codes always fill exactly b bytes. Worked example: the codes 1, -2, 3, -4 at b = 3 are
 001, 110, 011, 100 and pack into the two bytes 0xF1, 0x08.
 
+Bit planes are the other layout: plane k has bit b - 1 - k of every code, so plane 0 is the signs and the first p
+planes are the codes' upper p bits. A plane is ceil(n / 8) bytes; bit i % 8 of byte i // 8 is that of code i. With
+b = 3, the codes 1, -2, 3, -4 are the planes 0x0A, 0x06, 0x05.
+
 Implementation: eight codes travel in one int64 word, so every step is a few shifts over n / 8
 words, in chunks that bound the working memory. Nothing depends on the machine's byte order.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +68,51 @@ def unpack_bytes(packed: Tensor, bits: int, count: int, *, signed: bool = True) 
     return _extend(codes, bits, signed)
 
 
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Return signed ``codes`` as bit planes, the signs first: uint8, shape (bits, ceil(n / 8)).
+
+    Raises QuantizationError when a code does not fit into ``bits``.
+    """
+    flat = _checked_codes(codes, bits, signed=True)
+    planes = torch.empty(bits, _ceil_div(flat.numel(), 8), dtype=torch.uint8)
+    for start in range(0, flat.numel(), _CHUNK):
+        chunk = flat[start : start + _CHUNK].cpu()
+        for k in range(bits):
+            digits = ((chunk >> (bits - 1 - k)) & 1).to(torch.uint8)
+            packed = torch.from_numpy(np.packbits(digits.numpy(), bitorder="little"))
+            planes[k, start // 8 :][: len(packed)] = packed
+    return planes.to(codes.device)
+
+
+def unpack_planes(planes: Tensor, bits: int, count: int, *, first: int = 0) -> Tensor:
+    """Return ``count`` codes of ``bits`` bits of which only ``planes`` are known: int8, shape (count,).
+
+    ``planes`` (p, ceil(count / 8)) are those from plane ``first`` on; bits of other planes are zero. So codes of the
+    first planes and those of the next ones are put together by a bitwise or. Raises QuantizationError when a plane has
+    the wrong length or nonzero padding bits.
+    """
+    _check_bits(bits)
+    if planes.dim() != 2 or not 0 <= first < first + len(planes) <= bits:
+        raise QuantizationError(f"planes of shape {tuple(planes.shape)} are not some of {bits} from plane {first} on")
+    for plane in planes:
+        _check_buffer(plane, width=_ceil_div(_checked_count(count), 8), count=count)
+        _check_padding(plane[-1:], used=count % 8)
+    tables = [_spread_bits(7 - k, planes.device) for k in range(first, first + len(planes))]
+    codes = torch.empty(planes.shape[1] * 8, dtype=torch.uint8, device=planes.device)
+    for start in range(0, planes.shape[1], _CHUNK // 8):
+        words = torch.zeros(1, dtype=torch.int64, device=planes.device)
+        for plane, table in zip(planes, tables, strict=True):
+            words = words | table.index_select(0, plane[start : start + _CHUNK // 8].int())
+        codes[start * 8 :][: 8 * len(words)] = words.view(torch.uint8)
+    return _extend(codes[:count], bits, signed=True, aligned=True)
+
+
+def _spread_bits(place: int, device: torch.device) -> Tensor:
+    """For each byte (256,), the eight bytes, as one int64, that have its bits from the lowest on, each at ``place``."""
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return (bits << place).to(torch.uint8).view(torch.int64)[:, 0].to(device)
+
+
 def _join(lanes: Tensor, step: int) -> Tensor:
     """Join uint8 ``lanes`` (groups, m) into int64 words: ``OR_k lanes[:, k] << (k * step)``."""
     words = torch.zeros(lanes.shape[0], dtype=torch.int64, device=lanes.device)
@@ -90,9 +140,13 @@ def _pad_to_lanes(flat: Tensor, lanes: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, missing)).view(-1, lanes)
 
 
-def _extend(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    """Change ``codes`` (uint8) in place: clear the bits above ``bits``, or extend the sign."""
-    codes <<= 8 - bits
+def _extend(codes: Tensor, bits: int, signed: bool, *, aligned: bool = False) -> Tensor:
+    """Change ``codes`` (uint8) in place: clear the bits above ``bits``, or extend the sign.
+
+    ``aligned`` codes have their highest bit where a byte has it.
+    """
+    if not aligned:
+        codes <<= 8 - bits
     typed = codes.view(torch.int8) if signed else codes
     typed >>= 8 - bits
     return typed

@@ -10,7 +10,7 @@
     switch_              every layer of a model to other widths, in place
     repack_              packed words to other widths, in place
 
-`packed_linear` is declared in `packed_ops.py`, on the same backends.
+`packed_linear` is declared in `packed_ops.py`, on the same backends and on that of the CPU.
 
 Schemas are flat; `declare` is told how to make records of the arguments, and everything behind it takes those. Any
 device runs the reference (`kernels/reference`); a `Backend` has kernels for one. Another one is another folder, with a
@@ -47,7 +47,8 @@ _OUTPUTS = "(Tensor, Tensor, Tensor)"
 class Backend(NamedTuple):
     """Kernels for one kind of device: a module with a function for each operator, of its name.
 
-    The module is imported by the first call that it `serves`; other calls are the reference's.
+    The module is imported by the first call that it `serves`. Of several for one device the first that serves runs;
+    where none does, the reference.
     """
 
     device: str
@@ -59,6 +60,8 @@ TRITON_OPS = "bitdial.kernels.triton.ops"
 INTERPRETER = Backend("CPU", TRITON_OPS, lambda device: dispatch.interpreted())
 TRITON = (Backend("CUDA", TRITON_OPS, lambda device: dispatch.missing_on(device) is None), INTERPRETER)
 TRITON_ON_ANY_GPU = (Backend("CUDA", TRITON_OPS, lambda device: dispatch.triton_installed()), INTERPRETER)
+CPU = Backend("CPU", "bitdial.kernels.cpu.ops", lambda device: True)
+PACKED = (*TRITON_ON_ANY_GPU, CPU)
 
 
 def declare(
@@ -78,20 +81,30 @@ def declare(
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     torch.library.register_fake(f"bitdial::{name}", lambda *args: fake(*records(*args)), lib=_LIBRARY)
     _LIBRARY.impl(name, lambda *args: reference(*records(*args)), "CompositeExplicitAutograd")
-    for backend in backends:
-        _LIBRARY.impl(name, kernel_of(name, backend, records, reference), backend.device)
+    for device, kernel in kernels_by_device(name, backends, records, reference).items():
+        _LIBRARY.impl(name, kernel, device)
     return getattr(torch.ops.bitdial, name).default
 
 
-def kernel_of(name: str, backend: Backend, records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """What operator `name` runs on the device of `backend`: its kernel where it serves, else the `reference`."""
+def kernels_by_device(
+    name: str, backends: tuple[Backend, ...], records: Records, reference: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
+    """What operator `name` runs on each device of `backends`."""
+    of = {device: [b for b in backends if b.device == device] for device in dict.fromkeys(b.device for b in backends)}
+    return {device: _kernel(name, found, records, reference) for device, found in of.items()}
+
+
+def _kernel(name: str, backends: list[Backend], records: Records, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the first of `backends` that serves, else the `reference`."""
 
     @functools.cache
-    def imported() -> Callable[..., Any]:
-        return getattr(importlib.import_module(backend.module), name)
+    def imported(module: str) -> Callable[..., Any]:
+        kernel: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return kernel
 
     def run(first: Tensor, *rest: Any) -> Any:
-        chosen = imported() if backend.serves(first.device) else reference
+        device = first.device
+        chosen = next((imported(backend.module) for backend in backends if backend.serves(device)), reference)
         return chosen(*records(first, *rest))
 
     return run

@@ -1,4 +1,4 @@
-"""Linear layers that read packed weights: 2 to 8 bits a weight, activations in bf16 or fp16.
+"""Linear layers that read packed weights: 2 to 8 bits a weight, activations in bf16 or fp16, on the CPU also float32.
 
     y = x @ ((c + offset) * scale * 2^shift).T + bias          shift = high - bits
 
@@ -14,31 +14,38 @@ Against float64:
 with groups or without: a sum of `columns` products by way of groups has no more roundings than one without, and
 those of the two scales are among the first few of `columns`, which are at least 64 where there are groups.
 
-The reference, which serves wherever Triton does not, sums in float64 and rounds once.
+On the CPU two terms come on top, see `kernels/cpu`:
+
+    2^-29 * largest |x| of the token * sum |w|      since a token is put in fixed point
+    u |exact + error so far|                        for up to 16 tokens in bf16 at up to 4 bits, in layers of whole 16
+                                                    rows: PyTorch's product rounds to bf16 before the row's scale
+
+Inputs may be float32 there, with u = 2^-24. The reference, which serves wherever no backend does, sums in float64 and
+rounds once.
 
     scale, group_scale = packed_scales(row_scale, multipliers, columns=4096)       # once, multipliers (rows, groups)
     words = pack_words(codes, packed_fields(4))                                    # once
     y = packed_linear(x, words, scale, None, (4,), 4, 8, 0.0, group_scale)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.ops import TRITON_ON_ANY_GPU, kernel_of
-from bitdial.kernels.word_layout import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    pack_scales,
-    unpack_scales,
-    unpack_words,
-    words_shape,
-)
+from bitdial.kernels.ops import PACKED, declare
+from bitdial.kernels.reference import packed_linear as reference
+from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, pack_scales, words_shape
 
 DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES_ON = {"cpu": (*DTYPES, torch.float32)}
+
+
+def dtypes_on(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The types that inputs on `device` may have."""
+    return _DTYPES_ON.get(device.type, DTYPES)
 
 
 def packed_scales(scale: Tensor, group_scale: Tensor | None = None, *, columns: int) -> tuple[Tensor, Tensor | None]:
@@ -62,47 +69,6 @@ def packed_scales(scale: Tensor, group_scale: Tensor | None = None, *, columns: 
     return torch.ones_like(scale[:, 0]), pack_scales(scale, columns)
 
 
-@torch.library.custom_op("bitdial::packed_linear", mutates_args=())
-def packed_linear(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    fields: Sequence[int],
-    bits: int,
-    high: int,
-    offset: float,
-    group_scale: Tensor | None = None,
-) -> Tensor:
-    """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
-
-    `words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
-    `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
-    """
-    return _reference(*_checked(x, words, scale, bias, fields, bits, high, offset, group_scale))
-
-
-def _reference(
-    x: Tensor,
-    words: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    fields: Sequence[int],
-    bits: int,
-    high: int,
-    offset: float,
-    group_scale: Tensor | None,
-) -> Tensor:
-    rows, columns = len(scale), x.shape[1]
-    weight = (unpack_words(words, fields, bits, rows, columns) + offset).double()
-    if group_scale is not None:
-        groups = unpack_scales(group_scale, rows, columns).double()
-        weight *= groups.repeat_interleave(columns // groups.shape[1], dim=1)
-    weight *= (scale.double() * 2.0 ** (high - bits))[:, None]
-    y = x.double() @ weight.T
-    return (y if bias is None else y + bias.double()).to(x.dtype)
-
-
 def _checked(
     x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, fields: Sequence[int], *how: Any
 ) -> tuple[Any, ...]:
@@ -115,9 +81,10 @@ def _checked(
 
 def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group_scale: Tensor | None) -> None:
     """Refuse what would be read past its end, or as something else."""
-    if x.dim() != 2 or x.dtype not in DTYPES:
-        raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected bfloat16 or float16 (tokens, columns)")
-    shape = words_shape(fields, len(scale), x.shape[1])
+    if x.dim() != 2 or x.dtype not in dtypes_on(x.device):
+        types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_on(x.device))
+        raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected one of {types} (tokens, columns)")
+    shape = words_shape(fields, scale.shape[0], x.shape[1])
     if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
         found = f"{words.dtype} {tuple(words.shape)}"
         raise QuantizationError(f"words are {found}, expected contiguous torch.int32 {shape}")
@@ -133,8 +100,7 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group
         raise QuantizationError(f"group_scale is {found}, not that of a weight of these words: see packed_scales")
 
 
-@packed_linear.register_fake
-def _(
+def _fake(
     x: Tensor,
     words: Tensor,
     scale: Tensor,
@@ -143,10 +109,27 @@ def _(
     bits: int,
     high: int,
     offset: float,
-    group_scale: Tensor | None = None,
+    group_scale: Tensor | None,
 ) -> Tensor:
     return x.new_empty((x.shape[0], scale.shape[0]))
 
 
-for _backend in TRITON_ON_ANY_GPU:
-    packed_linear.register_kernel(_backend.device.lower())(kernel_of("packed_linear", _backend, _checked, _reference))
+packed_linear: Callable[..., Tensor] = declare(
+    "packed_linear(Tensor x, Tensor words, Tensor scale, Tensor? bias, SymInt[] fields, SymInt bits, SymInt high, "
+    "float offset, Tensor? group_scale=None) -> Tensor",
+    records=_checked, fake=_fake, reference=reference.packed_linear, backends=PACKED,
+)  # fmt: skip
+"""x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
+
+`words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
+`group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
+"""
+
+
+def _refuse_gradient(ctx: Any, *gradients: Any) -> None:
+    raise QuantizationError(
+        "packed_linear has no gradient, and one is asked for; train in front of a model on kernels='float'"
+    )
+
+
+torch.library.register_autograd("bitdial::packed_linear", _refuse_gradient)

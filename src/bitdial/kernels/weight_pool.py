@@ -115,7 +115,8 @@ class PackedWeightPool:
         if key not in self._views:
             layer, bits = self.names[name], self.bits[name]
             begin, tiles = self._spans[layer][1], self._tiles[layer]
-            self._views[key] = self.active[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+            # Of `.data`: a switch of other layers does not count as a change of these words.
+            self._views[key] = self.active.data[begin : begin + bits * prod(tiles)].view(bits, *tiles)
         return self._views[key]
 
     def fixed(self) -> list[Tensor]:

@@ -105,15 +105,16 @@ def unpack_words(words: Tensor, fields: Sequence[int], bits: int, rows: int, col
     read = read_fields(fields, bits)
     if words.shape != (shape := words_shape(fields, rows, columns)) or words.dtype != torch.int32:
         raise QuantizationError(f"words are {words.dtype} {tuple(words.shape)}, expected torch.int32 {shape}")
-    slots = torch.zeros((SLOTS, *shape[1:], 2), dtype=torch.int32, device=words.device)
+    lanes = words[: sum(read)].contiguous().view(torch.int16)  # the low half of each word first
+    slots = torch.zeros((SLOTS, *lanes.shape[1:]), dtype=torch.int16, device=words.device)
     plane = 0
     for size in read:
-        for j in range(SLOTS):
-            lanes = torch.stack([words[plane + j % size], words[plane + j % size] >> 16], dim=-1)
-            slots[j] = slots[j] << size | (lanes >> j // size * size) & ((1 << size) - 1)
+        for j, slot in enumerate(slots):
+            field = (lanes[plane + j % size] >> j // size * size).bitwise_and_((1 << size) - 1)
+            slot.bitwise_left_shift_(size).bitwise_or_(field)
         plane += size
-    codes = (slots << 32 - bits >> 32 - bits).to(torch.int8)
-    return _from_slots(codes, rows, columns)
+    codes = (slots << 16 - bits >> 16 - bits).to(torch.int8)
+    return _from_slots(codes.view(SLOTS, *shape[1:], 2), rows, columns)
 
 
 def pack_scales(scales: Tensor, columns: int) -> Tensor:

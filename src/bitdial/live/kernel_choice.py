@@ -10,8 +10,9 @@ from bitdial import functional as bf
 from bitdial.artifact import Artifact
 from bitdial.config import check_bit_choices, check_choice
 from bitdial.errors import ConfigError
+from bitdial.kernels.cpu.digits import products_are_exact
 from bitdial.kernels.dispatch import missing_on
-from bitdial.kernels.packed_ops import DTYPES
+from bitdial.kernels.packed_ops import DTYPES, dtypes_on
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def choose_kernels(artifact: Artifact, device: torch.device, dtype: torch.dtype 
         served = len(quantised) == len(artifact.layers) and not grouped
         kernels = _best(artifact, device, dtype, all_served=served)
     elif kernels == "packed":
-        _check_packed(artifact, dtype)
+        _check_packed(artifact, device, dtype)
     missing = missing_on(device) if device.type == "cuda" else None
     if missing is not None and kernels != "float":
         _say_once(f"no {kernels} kernels on {device}: {missing}; slow, exact sums run instead")
@@ -64,15 +65,23 @@ def _best(artifact: Artifact, device: torch.device, dtype: torch.dtype | None, *
             wanted = "packed"
         else:
             _say_once("float kernels run: packed ones need 16 bits, load(..., dtype=torch.bfloat16) or torch.float16")
-    if wanted != "float" and (missing := missing_on(device)) is not None:
+    elif device.type == "cpu" and dtype in DTYPES and any(_has_bytes(artifact, name) for name in artifact.layers):
+        wanted = "packed" if products_are_exact() else "float"
+    if device.type == "cuda" and wanted != "float" and (missing := missing_on(device)) is not None:
         _say_once(f"no {wanted} kernels on {device}: {missing}; float kernels run instead")
         return "float"
     if wanted == "packed":
-        _check_packed(artifact, dtype)
+        _check_packed(artifact, device, dtype)
     return wanted
 
 
-def _check_packed(artifact: Artifact, dtype: torch.dtype | None) -> None:
+def _has_bytes(artifact: Artifact, name: str) -> bool:
+    """Whether packed kernels serve the layer called `name`, on the CPU by integers: its groups' scales are such."""
+    grouped = artifact.layers[name].get("group_size") is not None
+    return unsupported_reason(artifact, name) is None and (not grouped or artifact.group_scale(name) is not None)
+
+
+def _check_packed(artifact: Artifact, device: torch.device, dtype: torch.dtype | None) -> None:
     reasons = {name: why for name in artifact.layers if (why := unsupported_reason(artifact, name)) is not None}
     first = next((f"layer {name!r}: {why}" for name, why in reasons.items()), "")
     if len(reasons) == len(artifact.layers):
@@ -83,7 +92,7 @@ def _check_packed(artifact: Artifact, dtype: torch.dtype | None) -> None:
         _say_once(
             f"packed kernels do not serve {len(reasons)} of {len(artifact.layers)} layers ({first}); float ones do"
         )
-    if dtype not in DTYPES:
+    if (dtype or torch.float32) not in dtypes_on(device):
         _say_once("in float32, packed weights are dequantised at every call; dtype=torch.bfloat16 is fast")
 
 
@@ -99,16 +108,22 @@ def check_offer(artifact: Artifact, kernels: str, bit_choices: Sequence[int] | N
             "such master"
         )
     if bit_choices is None:
-        return artifact.bit_choices
+        return artifact.available
     offered = check_bit_choices(bit_choices)
-    if kernels != "packed":
+    if kernels != "packed" and not artifact.parts:
         raise ConfigError(
-            f"bit_choices={offered} limits what packed kernels hold; this model runs on {kernels} kernels"
+            f"bit_choices={offered} limits what packed kernels hold, or what is read of a progressive file; this model "
+            f"runs on {kernels} kernels, of a file that is whole"
         )
     if unknown := [bits for bits in offered if bits not in artifact.bit_choices]:
         raise ConfigError(f"bit_choices={offered}: the file has {artifact.bit_choices}, not {unknown[0]}")
+    if offered[0] not in artifact.available:
+        raise ConfigError(
+            f"bit_choices={offered}: the file is cut, or was read, behind its part of {artifact.available[0]} bits; "
+            "get the rest, or leave out what is above"
+        )
     for name, bits in artifact.fixed_bits.items():
-        if bits not in offered and unsupported_reason(artifact, name) is None:
+        if bits not in offered and not artifact.parts and unsupported_reason(artifact, name) is None:
             raise ConfigError(f"bit_choices={offered}: layer {name!r} stays at {bits} bits; offer {bits} too")
     return offered
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bitdial import functional as bf
 from bitdial.artifact import FLOAT, Artifact, check_same_graph, fit, read_artifact
 from bitdial.artifact.widened import remember_widened
+from bitdial.config import check_bit_choices
 from bitdial.dial.dial import STORED_PLANS, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.live.casts import refuse_casts
@@ -22,6 +23,7 @@ from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
 from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
 from bitdial.live.engines.packed import PackedEngine, PoolBoard, packed_words
+from bitdial.live.grow import remember_parts
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unsupported_reason
 from bitdial.live.layers import LiveLayer
 from bitdial.live.skeleton import built, copy_of
@@ -66,17 +68,32 @@ def load(
     kernels      'float': weights are dequantised and torch's kernels run, as in training. 'integer': integer kernels,
                  with the outputs of `code_exact`. 'packed': weight-only Linear layers read b bits a weight, others run
                  as with 'float'. None chooses on a GPU: integer if the activations of all layers are quantised and no
-                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float.
-    bit_choices  for packed kernels: which of the file's widths to offer. Memory is for the widest of them
+                 layer has groups of inputs, packed for a weight-only model in 16 bits; else float. On the CPU: packed
+                 for a weight-only model in 16 bits, else float.
+    bit_choices  for packed kernels, or a progressive file: which of the file's widths to offer. Packed kernels have
+                 memory for the widest of them, and of a progressive file no part beyond it is read
     master       for packed kernels of a scheme that rounds anew at each width (double_rounding): 'host' keeps the
                  stored codes in host memory, so that the GPU holds only the words in use
     """
     if isinstance(path, Artifact):
         artifact, own = path, False
     else:
-        artifact, own = read_artifact(path), True
+        widest = None if bit_choices is None else check_bit_choices(bit_choices)[0]
+        artifact, own = read_artifact(path, bits=widest, cut=True), True
+        if bit_choices is None and artifact.widest is not None:
+            log.warning("%s", _cut(path, artifact))
     options = _Options(device, dtype, kernels, bit_choices, master)
     return _load(built(artifact) if model is None else copy_of(model), artifact, options, own=own)
+
+
+def _cut(path: str | os.PathLike[str], artifact: Artifact) -> str:
+    """What to say of a progressive file that ends early."""
+    here, all_bytes = artifact.available, artifact.parts[-1].end
+    missing = ", ".join(str(bits) for bits in artifact.bit_choices if bits not in here)
+    return (
+        f"{path} ends at byte {artifact.file_bytes} of {all_bytes}: the model runs at {', '.join(map(str, here))} "
+        f"bits, without {missing}; grow(live, path) adds what comes later"
+    )
 
 
 @torch.inference_mode(False)
@@ -97,7 +114,7 @@ def load_into(
 def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool) -> nn.Module:
     """Make `model` the live model; if the artifact is our `own`, its tensors may become the model's, and are gone."""
     device, dtype, kernels, bit_choices, master = options
-    device = _usable(device)
+    device = usable_device(device)
     kernels = choose_kernels(artifact, device, dtype, kernels)
     offered = check_offer(artifact, kernels, bit_choices, master)
     words: dict[str, nn.Module] = {}
@@ -112,6 +129,8 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
         return _live_layers(artifact, layers, words, offered, copy_codes=not laid_out_anew)
 
     live = _assemble(artifact, model, make_layers, bits=offered[0]).eval().requires_grad_(False)
+    if artifact.parts:
+        remember_parts(live, artifact)
     if own:
         artifact.tensors.clear()
     if dtype is not None:
@@ -130,7 +149,7 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     return live
 
 
-def _usable(device: str | torch.device) -> torch.device:
+def usable_device(device: str | torch.device) -> torch.device:
     """`device`, if this machine has it."""
     try:
         found = torch.device(device)
@@ -169,6 +188,11 @@ def _convert(live: nn.Module, dtype: torch.dtype) -> None:
 def load_trainable(path: str | os.PathLike[str] | Artifact, model: nn.Module | None = None) -> nn.Module:
     """A prepared model to train on from, as `prepare` gives: the master weights are the values of the stored codes."""
     artifact = path if isinstance(path, Artifact) else read_artifact(path)
+    if artifact.available != artifact.bit_choices:
+        raise ArtifactError(
+            f"only the parts of up to {artifact.available[0]} bits were read; training goes on from the codes of "
+            f"{artifact.bit_choices[0]} bits, so give the whole file"
+        )
     skeleton = built(artifact) if model is None else copy_of(model)
     trainable = _assemble(artifact, skeleton, trainable_layers, bits=artifact.bit_choices[0])
     watch_width(trainable)
@@ -199,7 +223,7 @@ def _assemble(
         new[norm] = _norm(artifact, name, norm)
     swap_modules(model, new)
     put_sites(artifact, model)
-    setattr(model, STORED_PLANS, dict(artifact.plans))
+    setattr(model, STORED_PLANS, artifact.available_plans())
     setattr(model, REPORT, artifact.report)
     set_bits(model, bits)
     return model
@@ -248,7 +272,9 @@ def _live_layers(
             stored[owner] = codes_of_owner.clone() if copy_codes else codes_of_owner
         source = words.get(name) or StoredCodes(stored[owner], artifact.bit_choices[0])
         codes = Codes(facts, source, _scales(artifact, name, by_row=name in words))
-        widths = offered if name in words else artifact.bit_choices
+        widths = artifact.bit_choices
+        if name in words or artifact.parts:
+            widths = artifact.widths_of(name, offered)
         live = LiveLayer(KINDS[entry["type"]], layer, codes, name=name, bit_choices=widths)
         live.fixed_bits = entry.get("fixed_bits")
         new[layer] = live

@@ -33,4 +33,9 @@ def resident_bytes(model: nn.Module) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.nbytes for t in {(t.device, t.data_ptr(), t.nbytes): t for t in tensors if t.numel()}.values())
+    return sum(t.nbytes for t in {(t.device, _place(t), t.nbytes): t for t in tensors if t.numel()}.values())
+
+
+def _place(tensor: Tensor) -> int:
+    """Where it lies; oneDNN's tensors do not say, and share their memory with no other."""
+    return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()

@@ -38,7 +38,7 @@ def relative_error(output: Any, reference: Any) -> float:
     if shapes[0] != shapes[1] or not shapes[0]:
         raise ConfigError(
             f"the outputs to compare are of shapes {shapes[0]!s:.80} and {shapes[1]!s:.80}. What a detector keeps "
-            "differs from setting to setting: compare what its predictors put out, output=LayerOutputs('head.classes')"
+            "differs from setting to setting: compare its predictors, output=LayerOutputs(['head.classes', ...])"
         )
     found = [(x.double(), y.double()) for x, y in pairs if isinstance(x, Tensor)]
     errors = [(x - y).square().sum() / y.square().sum().clamp_min(1e-30) for x, y in found]

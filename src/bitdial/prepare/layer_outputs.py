@@ -4,7 +4,7 @@ A detector returns the boxes that it keeps, more at one setting than at another.
 has the same shape at every setting.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,15 +17,15 @@ from bitdial.prepare.model_output import Output, selected
 
 
 class LayerOutputs:
-    """As `output=LayerOutputs("head.classes", "head.offsets")`: what these modules put out, call by call, in a list.
+    """As `output=LayerOutputs(["head.classes", "head.offsets"])`: what these modules put out, call by call, in a list.
 
     `measured_search` compares that instead of what the model returns, for example by `distance=relative_error`.
     """
 
-    def __init__(self, *names: str):
-        if not names or not all(isinstance(name, str) and name for name in names):
-            raise ConfigError(f"LayerOutputs{names}: give the names of modules, such as 'head.classes'")
-        self.names = names
+    def __init__(self, names: Sequence[str]):
+        if isinstance(names, str) or not names or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"LayerOutputs({names!r}): give a list of the names of modules, such as ['head.classes']")
+        self.names = tuple(names)
 
     def __call__(self, returned: Any) -> Any:
         """It is asked for the model, not for what it returned."""
@@ -50,7 +50,7 @@ class LayerOutputs:
         return found
 
     def __repr__(self) -> str:
-        return f"LayerOutputs({', '.join(map(repr, self.names))})"
+        return f"LayerOutputs({list(self.names)})"
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:
@@ -67,6 +67,6 @@ def compared(model: nn.Module, batch: Batch, output: Output) -> Any:
     if isinstance(found, list) and found and isinstance(found[0], Mapping):
         raise ConfigError(
             "the model returns a dict for each image, as detectors do, of as many boxes as it keeps: compare what its "
-            "predictors put out, output=LayerOutputs('head.classes', ...) with distance=relative_error"
+            "predictors put out, output=LayerOutputs(['head.classes', ...]) with distance=relative_error"
         )
     return found

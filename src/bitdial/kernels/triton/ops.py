@@ -17,6 +17,7 @@ from bitdial.kernels.reference import epilogue as epilogue_reference
 from bitdial.kernels.reference import fixed_point as fixed_point_reference
 from bitdial.kernels.reference import integer as integer_reference
 from bitdial.kernels.reference import max_pool as max_pool_reference
+from bitdial.kernels.reference import packed_linear as packed_linear_reference
 from bitdial.kernels.repack import RepackRule, RepackTables
 from bitdial.kernels.switch import SwitchTables
 from bitdial.kernels.triton.inference import epilogue as epilogue_kernels
@@ -106,7 +107,9 @@ def packed_linear(
     offset: float,
     group_scale: Tensor | None,
 ) -> Tensor:
-    """A Linear layer that reads packed weights."""
+    """A Linear layer that reads packed weights; float32 inputs, which only CPUs take, are the reference's."""
+    if x.dtype not in linear.DTYPES:
+        return packed_linear_reference.packed_linear(x, words, scale, bias, fields, bits, high, offset, group_scale)
     return linear.linear(
         x, words, scale, bias, linear.Reading(tuple(fields), bits, high, offset), group_scale=group_scale
     )

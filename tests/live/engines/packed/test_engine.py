@@ -92,8 +92,8 @@ def test_codes_scales_and_float32_outputs_are_those_of_float_kernels(
             assert torch.equal(layer.codes.weight_codes(bits).cpu(), twin.codes.weight_codes(bits)), (name, setting)
             step = layer.codes.step(bits).cpu()
             assert torch.equal(step, twin.codes.step(bits).expand_as(step)), (name, setting)
-        if DEVICE == "cpu":
-            assert torch.equal(run(packed, tokens), run(plain, tokens))
+        if DEVICE == "cpu":  # by sums in another order
+            torch.testing.assert_close(run(packed, tokens), run(plain, tokens))
 
 
 @pytest.mark.parametrize("dtype", UNIT)
@@ -148,7 +148,7 @@ def test_float_kernels_in_16_bits_round_the_weight_and_keep_the_scale(
     saved: Callable[..., Path], decoder: nn.Module, tokens: Tensor
 ) -> None:
     plain = load(saved("nested"), decoder)
-    half = load(saved("nested"), decoder, dtype=torch.float16)
+    half = load(saved("nested"), decoder, dtype=torch.float16, kernels="float")
     for bits in (3, 8):
         set_bits(plain, bits)
         set_bits(half, bits)
@@ -239,6 +239,31 @@ def test_a_master_on_the_host_gives_the_same_words(live: Callable[..., nn.Module
     assert bytes_of["other"] < resident_bytes(device)["other"] + pool._staging.nbytes + 1000
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="layouts are made on CPUs")
+@pytest.mark.parametrize("scheme", ["double_rounding", "nested"])
+def test_layouts_follow_the_dial_and_do_not_pile_up(
+    live: Callable[..., nn.Module], tokens: Tensor, scheme: str
+) -> None:
+    """One layout a layer, of its width, in the model and in each view; numbers are those of a fresh model."""
+    packed, fresh = live(scheme, dtype=torch.bfloat16), {}
+    for bits in (8, 4, 2):
+        other = live(scheme, dtype=torch.bfloat16)
+        set_bits(other, bits)
+        fresh[bits] = run(other, tokens)
+    before, weights = resident_bytes(packed)["active"], sum(m.weight_shape.numel() for m in layers_of(packed).values())
+    view = view_at_bits(packed, 2)
+    for bits in (8, 2, 4, 8, 4, 2, 8):
+        set_bits(packed, bits)
+        assert torch.equal(run(packed, tokens), fresh[bits]), bits
+        assert torch.equal(run(view, tokens), fresh[2])
+        held = resident_bytes(packed)["active"] - before
+        assert weights <= held <= 1.5 * weights + 40 * 500, (bits, "bytes, half bytes, and the steps of 500 rows")
+    set_bits(packed, MIXED)
+    wanted = live(scheme, dtype=torch.bfloat16)
+    set_bits(wanted, MIXED)
+    assert torch.equal(run(packed, tokens), run(wanted, tokens))
+
+
 def test_resident_bytes_of_float_kernels(saved: Callable[..., Path], decoder: nn.Module) -> None:
     plain = load(saved("double_rounding"), decoder)
     found = resident_bytes(plain)
@@ -291,7 +316,11 @@ def test_what_is_chosen(
     kernel_choice._say_once.cache_clear()
     artifact = read_artifact(saved("double_rounding"))
     assert choose(artifact, gpu, torch.bfloat16, None) == "packed"
-    assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "float"
+    assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "packed"
+    assert choose(artifact, torch.device("cpu"), None, None) == "float"
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel_choice, "products_are_exact", lambda: False)
+        assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "float"
     assert choose(artifact, gpu, torch.bfloat16, "float") == "float"
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -322,7 +351,7 @@ def test_layers_that_kernels_do_not_serve_keep_the_float_path(tmp_path: Path, ca
     for bits in (8, 4):
         set_bits(live, bits)
         set_bits(plain, bits)
-        assert torch.equal(run(live, x), run(plain, x))
+        torch.testing.assert_close(run(live, x), run(plain, x))
     kernel_choice._say_once.cache_clear()
 
 
@@ -431,7 +460,7 @@ def test_views_share_every_tensor_and_no_dial(live: Callable[..., nn.Module], to
     view = view_at_bits(torch.compile(packed, backend="eager"), MIXED)
     mine, theirs = dict(packed.named_buffers()), dict(view.named_buffers())
     assert mine.keys() == theirs.keys()
-    assert all(theirs[name] is tensor for name, tensor in mine.items())
+    assert all(theirs[name].data_ptr() == tensor.data_ptr() for name, tensor in mine.items())
     pairs = list(zip(packed.parameters(), view.parameters(), strict=True))
     assert all(a.data_ptr() == b.data_ptr() and a is not b for a, b in pairs), "a move of one would move both"
     with at_bits(packed, MIXED):

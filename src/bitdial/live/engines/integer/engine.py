@@ -56,7 +56,8 @@ class IntegerEngine(BoardPart):
 
     def __init__(self, layer: LiveLayer):
         """An engine without operands: `allocate` makes them, or a switchboard on which it is put."""
-        super().__init__(layer, ("weight_bits", "act_bits"), layer.bit_choices)
+        # Those that the layer does not offer yet, in a model that may grow, have their places too.
+        super().__init__(layer, ("weight_bits", "act_bits"), layer.codes.bit_choices)
         self.shapes = SHAPES[layer.kind.name](layer, layer.name)
         self.register_buffer("doubled", None, persistent=False)
 

@@ -156,6 +156,11 @@ class Switchboard(Board[_Steps]):
             self._held[self._keys[part]] = NOTHING
         self.select_alone(part, *part.selected)
 
+    def reload_all(self) -> None:
+        """Make the operands of every part anew, in place."""
+        for part in self._parts.values():
+            self.reload(part)
+
     def rebind(self) -> None:
         """Lay everything out anew if the parts' operands have been moved away."""
         if not self._is_bound():

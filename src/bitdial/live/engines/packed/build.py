@@ -39,14 +39,16 @@ def _nested(
     artifact: Artifact, names: Iterable[str], bit_choices: tuple[int, ...], device: torch.device
 ) -> dict[str, nn.Module]:
     """Planes below the widest choice are left out: a floor of the codes, whose step is a power of two larger."""
-    stored, high, fields = artifact.bit_choices[0], bit_choices[0], nested_fields(bit_choices)
     words: dict[str, Tensor] = {}  # tied layers share them
     made: dict[str, nn.Module] = {}
     for name in names:
         owner = artifact.owner(name)
         rows, columns = artifact.layers[owner]["shape"]
+        widths = artifact.widths_of(name, bit_choices)
+        fields = nested_fields(widths)
         if owner not in words:
-            codes = bf.narrow(artifact.codes(owner), high=stored, low=high, scheme=artifact.scheme)
+            stored = artifact.bit_choices[0]
+            codes = bf.narrow(artifact.codes(owner), high=stored, low=widths[0], scheme=artifact.scheme)
             words[owner] = pack_words(codes.to(device), fields)
         made[name] = NestedWords(words[owner], fields, (rows, columns))
     return made

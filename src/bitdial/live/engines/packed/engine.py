@@ -1,9 +1,9 @@
 """Linear layers on packed words, with float activations: what `load(..., kernels="packed")` runs.
 
-Inputs in bf16 and fp16, and others under autocast to these, go to the op `bitdial::packed_linear`. For an input of
-another float type the weight is dequantised for that one call, and torch's product runs in the input's type: the
-numbers of a model on float kernels, slowly. NaN and infinity pass through, as in any float layer; nothing looks for
-them, since that would wait for the device.
+Inputs in bf16 and fp16, on the CPU in float32 too, and others under autocast to these, go to the op
+`bitdial::packed_linear`. For an input of another float type the weight is dequantised for that one call, and torch's
+product runs in the input's type: the numbers of a model on float kernels, slowly. NaN and infinity pass through, as in
+any float layer; nothing looks for them, since that would wait for the device.
 """
 
 from typing import cast
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.packed_ops import DTYPES, packed_linear, packed_scales
+from bitdial.kernels.packed_ops import dtypes_on, packed_linear, packed_scales
 from bitdial.live.engines.packed.words import NestedWords, PooledWords
 from bitdial.live.layers import LiveLayer
 
@@ -55,17 +55,18 @@ class PackedEngine(nn.Module):
         if x.shape[-1:] != (columns,):
             raise QuantizationError(f"layer {layer.name!r}: its input is {tuple(x.shape)}, expected (..., {columns})")
         bits, bias = layer.weight_bits, layer.bias
-        if x.dtype not in DTYPES:
+        if x.dtype not in dtypes_on(x.device):
             weight = layer.codes.weight_values(bits)
             return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        words, stored, offset = words_of(layer), layer.codes.bit_choices[0], layer.codes.offset(bits)
+        codes = layer.codes  # looked up once: attributes of modules take long
+        words, stored, offset = cast(Words, codes.source), codes.bit_choices[0], codes.offset(bits)
         flat = x.reshape(-1, columns)
         how = words.fields, bits, stored, offset
         y = packed_linear(flat, words.words, self.scale, bias, *how, self.group_scale)
         return y.view(*x.shape[:-1], layer.weight_shape[0])
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """The scales."""
+        """The scales. What a CPU has made of the words is theirs."""
         return {"other": [self.scale] if self.group_scale is None else [self.scale, self.group_scale]}
 
     def switched(self) -> list[Tensor]:

@@ -1,9 +1,11 @@
 """Codes packed into words: b bits a weight in memory, as the packed kernels read them."""
 
+import copy
 from typing import Any, Self
 
 from torch import Tensor, nn
 
+from bitdial.kernels.kept_layouts import forget, held_for
 from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import packed_fields, unpack_words
 
@@ -14,9 +16,12 @@ class NestedWords(nn.Module):
     words: Tensor
 
     def __init__(self, words: Tensor, fields: tuple[int, ...], shape: tuple[int, int]):
-        """`words` of codes (rows, columns) in `fields`."""
+        """`words` of codes (rows, columns) in `fields`.
+
+        It has a tensor of its own on their memory, since a backend keeps one layout for each: see `kept_layouts`.
+        """
         super().__init__()
-        self.register_buffer("words", words)
+        self.register_buffer("words", words.detach())
         self.fields, self.shape, self.widest = fields, shape, sum(fields)
 
     def select(self, bits: int) -> None:
@@ -28,8 +33,13 @@ class NestedWords(nn.Module):
         return unpack_words(self.words, self.fields, bits, *self.shape), bits
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """They are what a layer uses."""
-        return {"active": [self.words]}
+        """They are what a layer uses, or what the CPU has made of them."""
+        return {"active": [self.words, *held_for(self.words)]}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NestedWords":
+        """Words of its own, or for a view a tensor of its own on the same memory."""
+        new = memo[id(self)] = NestedWords(copy.deepcopy(self.words, memo), self.fields, self.shape)
+        return new.train(self.training)
 
 
 class PooledWords(nn.Module):
@@ -56,8 +66,10 @@ class PooledWords(nn.Module):
 
     def take(self, bits: int) -> None:
         """Use the words that the pool has for this layer now, at `bits`."""
-        state = vars(self)  # setting attributes of modules takes far longer
-        state["bits"], state["words"], state["fields"] = bits, self.pool.words(self.name), packed_fields(bits)
+        state, words = vars(self), self.pool.words(self.name)  # setting attributes of modules takes far longer
+        if state.get("words", words) is not words:
+            forget(state["words"])
+        state["bits"], state["words"], state["fields"] = bits, words, packed_fields(bits)
 
     def select(self, bits: int) -> None:
         """Switch this layer alone."""
@@ -73,7 +85,7 @@ class PooledWords(nn.Module):
         pool = self.pool
         master = "master" if "master" in pool.on_device else "host_master"
         held = [getattr(pool, part) for part in pool.on_device]
-        return {"active": [pool.active], master: [pool.master], "other": held}
+        return {"active": [pool.active, *held_for(self.words)], master: [pool.master], "other": held}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
