@@ -292,8 +292,8 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, which the first kernel does
     record: dict[str, Any] = {"rows": [], "memory": {}, "random": {}}
     shapes_of = {"resnet50": resnet50_shapes, "linears-1b": lambda: stack_shapes(60, 4096)}
-    models = {name: make() for name, make in shapes_of.items() if name in options.models}
-    models = {"tiny": stack_shapes(2, 256)} if options.tiny else models
+    shapes_of = {"tiny": lambda: stack_shapes(2, 256)} if options.tiny else shapes_of
+    models = {name: make() for name, make in shapes_of.items() if options.tiny or name in options.models}
     pairs = [(8, 2), (2, 4)] if options.tiny else list(itertools.permutations(BITS, 2))
     for name, shapes in models.items():
         pool = make_pool(shapes, options.seed, device)

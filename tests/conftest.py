@@ -21,24 +21,24 @@ os.environ["PYTHONPATH"] = os.pathsep.join([SOURCE, *filter(None, [os.environ.ge
 
 
 def quicken_the_interpreter() -> None:
-    """Spare Triton's interpreter what comes to nothing, or to the same every time: three quarters of its work.
+    """Spare Triton's interpreter what comes to nothing, or to the same every time: more than half of its work.
 
-    It rewires its language at every call from one kernel function to another; after the first of a launch there is
-    nothing left to rewire. It computes whether integers overflow, which it only looks at if it debugs. And for every
-    number that it computes it derives anew what follows from a type and a shape alone. In a Triton that does these in
-    another way, nothing is changed.
+    It rewires its language at every call from one kernel function to another, and sets it back after each launch; here
+    it stays as it is after the first. It computes whether integers overflow, which it only looks at if it debugs. And
+    for every number that it computes it derives anew what follows from a type and a shape alone. In a Triton that does
+    these in another way, nothing is changed.
     """
     from triton.runtime import interpreter
 
-    names = ("_patch_lang", "_LangPatchScope", "GridExecutor", "interpreter_builder", "tl", "_get_np_dtype")
+    names = ("_patch_lang", "_LangPatchScope", "interpreter_builder", "tl", "_get_np_dtype")
     if not all(hasattr(interpreter, name) for name in names):
         return
     builder = interpreter.interpreter_builder
     if getattr(builder.options, "sanitize_overflow", False) and not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
-    rewire, launch, language = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter.tl
-    rewired: set[tuple[bool, bool]] = set()  # in this launch
+    rewire, language = interpreter._patch_lang, interpreter.tl
+    rewired: set[tuple[bool, bool]] = set()
 
     @functools.cache
     def visible(function: Any) -> tuple[bool, bool]:
@@ -47,16 +47,12 @@ def quicken_the_interpreter() -> None:
         return language in modules, language.core in modules
 
     def rewire_once(function: Any) -> Any:
-        if visible(function) in rewired:
-            return interpreter._LangPatchScope()
-        rewired.add(visible(function))
-        return rewire(function)
+        if visible(function) not in rewired:
+            rewired.add(visible(function))
+            rewire(function)
+        return interpreter._LangPatchScope()  # without changes: nothing is set back
 
-    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rewired.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = rewire_once, launch_anew
+    interpreter._patch_lang = rewire_once
     remember_types(interpreter)
 
 
