@@ -107,7 +107,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         (r"d\.png is listed in .* not there", lambda: InstanceFolder(listed(tmp_path, good | {"instances": "d.png"}))),
         (r"small\.png has 5 x 4 pixels and its map small_map\.png 6 x 4",
          lambda: InstanceFolder(listed(tmp_path, small))[0]),
-        (r"a\.png is no instance map: its mode is RGB", lambda: InstanceFolder(listed(tmp_path, coloured))[0]),
+        (r"a\.png has pixels of the mode RGB", lambda: InstanceFolder(listed(tmp_path, coloured))[0]),
         (r"broken\.png cannot be read", lambda: InstanceFolder(listed(tmp_path, good | {"instances": "broken.png"}))[0]),
         (r"broken\.png cannot be read", lambda: InstanceFolder(listed(tmp_path, good | {"image": "broken.png"}))[0]),
         (r"has an object 300, and labels\.json has 2 classes",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bitdial.errors import ConfigError
 from bitdial.files.atomic import read_json
-from bitdial.images.decode import open_image, require_pillow
+from bitdial.images.decode import open_image, read_numbers, require_pillow
 
 INDEX = "labels.json"
 FORM = '{"images": [{"image": "a.jpg", "instances": "a.png", "split": "train"}, ...]}'
@@ -101,14 +101,10 @@ def instance_target(instances: Tensor, classes: Sequence[int] | None = None, *, 
     rows = torch.arange(height, device=instances.device)[:, None].expand(height, width).flatten()
     columns = torch.arange(width, device=instances.device).expand(height, width).flatten()
     boxes = torch.empty(count + 1, 4, dtype=torch.long, device=instances.device)
-    for side, line, which, beyond in (
-        (0, columns, "amin", 0),
-        (1, rows, "amin", 0),
-        (2, columns, "amax", 1),
-        (3, rows, "amax", 1),
-    ):
-        ends = torch.zeros(count + 1, dtype=torch.long, device=instances.device)
-        boxes[:, side] = ends.scatter_reduce(0, renumbered.flatten(), line, which, include_self=False) + beyond
+    ends = ((columns, "amin", 0), (rows, "amin", 0), (columns, "amax", 1), (rows, "amax", 1))
+    for side, (line, which, beyond) in enumerate(ends):
+        found = torch.zeros(count + 1, dtype=torch.long, device=instances.device)
+        boxes[:, side] = found.scatter_reduce(0, renumbered.flatten(), line, which, include_self=False) + beyond
     labels = torch.ones(count, dtype=torch.long, device=instances.device)
     if classes is not None and count:
         labels = torch.tensor(classes, device=instances.device)[numbers[kept].long() - 1]
@@ -159,7 +155,7 @@ def _entry(folder: Path, one: Any) -> Entry:
 
 def _decode(folder: Path, entry: Entry) -> tuple[Tensor, Tensor]:
     image = open_image(folder / entry.image)
-    instances = _read_map(folder / entry.instances)
+    instances = read_numbers(folder / entry.instances)
     if image.size != instances.shape[::-1]:
         height, width = instances.shape
         raise ConfigError(
@@ -173,23 +169,3 @@ def _decode(folder: Path, entry: Entry) -> tuple[Tensor, Tensor]:
         )
     pixels = torch.from_numpy(np.array(image).transpose(2, 0, 1).copy())
     return pixels, torch.from_numpy(instances)
-
-
-def _read_map(path: Path) -> Any:
-    """The numbers in an instance map, int32 (height, width)."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as file:
-            numbers, kind = np.array(file), file.mode
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as problem:
-        raise ConfigError(
-            f"{path} cannot be read as an image: {problem}; replace it, or take it off the list"
-        ) from problem
-    if numbers.ndim != 2 or numbers.dtype.kind not in "iub":
-        raise ConfigError(
-            f"{path} is no instance map: its mode is {kind}, and one channel of whole numbers is wanted (8 or 16 bits)"
-        )
-    if int(numbers.min()) < 0:
-        raise ConfigError(f"{path} has a negative number; the objects of a map are 1 to n, and 0 is none")
-    return numbers.astype(np.int32)
