@@ -12,6 +12,7 @@ from torch import nn
 
 from bitdial.errors import ConfigError
 from bitdial.models.cifar_resnet import cifar_resnet, resnet20, resnet56
+from bitdial.models.detector import tiny_detector
 from bitdial.models.efficientnet_lite import efficientnet_lite0
 from bitdial.models.mobilenetv2 import mobilenet_v2
 from bitdial.models.resnet import resnet18, resnet50
@@ -27,6 +28,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "resnet20": resnet20,
     "resnet50": resnet50,
     "resnet56": resnet56,
+    "tiny_detector": tiny_detector,
     "tiny_transformer": tiny_transformer,
 }
 

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from bitdial.errors import ConfigError
-from bitdial.nn import attention, recurrent
+from bitdial.nn import attention, frozen_norm, recurrent
 from bitdial.nn.attention import Attention, linear
+from bitdial.nn.batchnorm import SwitchableBatchNorm
 from bitdial.nn.layer_kinds import FORWARD
 from bitdial.nn.parts import Parts
 from bitdial.nn.recurrent import Recurrent
@@ -60,6 +61,13 @@ CONV1D = Decomposition(
     state="weight|bias",
     take_apart=lambda module, parts: linear(parts.transposed(module.weight), module.bias),
 )
+FROZEN_BATCH_NORM2D = Decomposition(
+    name="FrozenBatchNorm2d",
+    layers="a `BatchNorm2d` that stays in eval mode",
+    recognises=lambda cls: f"{cls.__module__}.{cls.__qualname__}" in frozen_norm.NAMES,
+    state=frozen_norm.STATE,
+    take_apart=frozen_norm.frozen_norm,
+)
 
 
 def _recurrent(network: type[nn.Module]) -> Decomposition:
@@ -75,7 +83,7 @@ def _recurrent(network: type[nn.Module]) -> Decomposition:
 
 DECOMPOSITIONS: dict[str, Decomposition] = {
     each.name: each
-    for each in (MULTIHEAD_ATTENTION, CONV1D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
+    for each in (MULTIHEAD_ATTENTION, CONV1D, FROZEN_BATCH_NORM2D, *(_recurrent(network) for network in (nn.LSTM, nn.GRU, nn.RNN)))
 }
 DECOMPOSED = Attention | Recurrent  # what takes the place of a module and holds layers; no graph is traced through it
 
@@ -114,7 +122,7 @@ def decompose_again(model: nn.Module, names: Mapping[str, str], *, values: bool 
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, how in names.items():
         module = modules.get(name)
-        if module is not None and vars(module).get(MADE_FROM) == how:
+        if module is not None and _made_from(module) == how:
             continue
         if module is None or decomposition_of(module) != DECOMPOSITIONS[how]:
             there = "nothing" if module is None else f"a {type(module).__name__}"
@@ -125,7 +133,17 @@ def decompose_again(model: nn.Module, names: Mapping[str, str], *, values: bool 
 
 def decomposed_modules(model: nn.Module) -> dict[str, str]:
     """{name: decomposition} of the modules of `model` that were taken apart."""
-    return {n: vars(m)[MADE_FROM] for n, m in model.named_modules() if MADE_FROM in vars(m)}
+    sets = {each for norm in model.modules() if isinstance(norm, SwitchableBatchNorm) for each in norm.sets.values()}
+    found = {n: _made_from(m) for n, m in model.named_modules() if m not in sets}
+    return {name: how for name, how in found.items() if how is not None}
+
+
+def _made_from(module: nn.Module) -> str | None:
+    """Which decomposition made `module`; of a norm with sets, that of these."""
+    if isinstance(module, SwitchableBatchNorm):
+        module = module.active
+    how: str | None = vars(module).get(MADE_FROM)
+    return how
 
 
 def _replace(model: nn.Module, found: Mapping[str, tuple[nn.Module, Decomposition]], parts: Parts) -> None:

@@ -40,17 +40,19 @@ def observe_inputs(
     Of the layers named in `tokens`, whole tokens.
     """
     seen: dict[str, LayerInput] = {}
+    empty: set[str] = set()
     calls = itertools.count()
     sampled = {name: (kind := kind_of(layer)) is None or kind.multiplies for name, layer in layers.items()}
 
     def record(name: str, x: Tensor, arguments: int) -> None:
+        if sampled[name] and x.numel() == 0:  # of a detector that found nothing in these images
+            empty.add(name)
+            return
         entry = seen.setdefault(name, LayerInput())
         entry.last_call, entry.arguments = next(calls), max(entry.arguments, arguments)
         if not sampled[name]:
             return
         flat = x.detach().reshape(-1)
-        if flat.numel() == 0:
-            raise QuantizationError(f"layer {name!r}: the calibration batch gives it an empty input")
         low, high = (float(v) for v in flat.aminmax())
         if not (low > -float("inf") and high < float("inf")):  # also false for NaN
             raise QuantizationError(
@@ -81,4 +83,9 @@ def observe_inputs(
     finally:
         for handle in handles:
             handle.remove()
+    if unseen := [name for name in layers if name in empty and name not in seen]:
+        raise QuantizationError(
+            f"layer {unseen[0]!r}: the calibration batch gives it an empty input. Does a detector find nothing in these "
+            "images? Give others, or let it keep low scores while it is prepared (score_thresh, score_threshold = 0)"
+        )
     return seen

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bitdial.prepare.choosing import split_arguments
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 
@@ -36,7 +37,8 @@ class _Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if names := self.of((args, kwargs)):
+        values, places = split_arguments(func, args, kwargs or {})
+        if names := self.of(values) or self.of(places):
             self.mark(out, names)
         return out
 

@@ -4,6 +4,9 @@ What counts is where weights multiply (or are looked up, as an embedding's), in 
 module whose weights multiply what comes from the model's inputs alone, with no other weights before. A **head** is one
 whose product reaches the model's output with no other weights behind it. So a model has as many of both as it has
 inputs and outputs, and layers inside that an input also reaches (by a mask, or a skip connection) are no stems.
+
+A product may also reach the output by choosing what is there: the scores that decide which boxes a detector keeps. And
+where features are cropped at boxes, what reads the crops has read the features, not the product that made the boxes.
 """
 
 import functools
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitdial.nn import LayerKind, kind_of
+from bitdial.prepare.choosing import split_arguments
 from bitdial.prepare.model_call import Batch, call, evaluating
 from bitdial.prepare.weights import Weights
 
@@ -68,6 +72,7 @@ class _WeightFlow(TorchFunctionMode):
         self.products: list[Product] = []
         self.fixed = WeakIdKeyDictionary()  # computed from parameters and buffers alone: the weights among them
         self.data = WeakIdKeyDictionary()  # the products it comes from
+        self.chosen = WeakIdKeyDictionary()  # the products that decided where it was taken from
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             self.fixed[tensor] = frozenset((id(tensor),)) if id(tensor) in weights.owners else frozenset()
 
@@ -75,7 +80,9 @@ class _WeightFlow(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         unknown = any(t.dim() and t not in self.fixed and t not in self.data for t in tensors)
-        sources = [self.data[t] for t in tensors if t in self.data]
+        places = {id(leaf) for leaf in tree_leaves(split_arguments(func, args, kwargs or {})[1])}
+        choosing = [self.data[t] for t in tensors if t in self.data and id(t) in places]
+        sources = [self.data[t] for t in tensors if t in self.data and id(t) not in places] or choosing
         met = frozenset[int]().union(*(self.fixed.get(t, frozenset()) for t in tensors))
         if met and (sources or unknown) and getattr(func, "__name__", "") in PRODUCTS:
             names = frozenset(self._owner(self.weights.owners[key]) for key in met)
@@ -83,6 +90,9 @@ class _WeightFlow(TorchFunctionMode):
             self._mark(self.data, out, frozenset((len(self.products) - 1,)))
         elif sources:
             self._mark(self.data, out, frozenset().union(*sources))
+            chosen = [*choosing, *(self.chosen[t] for t in tensors if t in self.chosen)]
+            if chosen:
+                self._mark(self.chosen, out, frozenset().union(*chosen))
         elif not unknown and tensors:
             self._mark(self.fixed, out, met)
         return out
@@ -105,11 +115,12 @@ class _WeightFlow(TorchFunctionMode):
         self._mark(self.data, batch, frozenset((INPUT,)))
 
     def reaching(self, output: Any) -> frozenset[int]:
-        """The products that the tensors of an output, or of the fields of objects in it, come from."""
+        """The products that the tensors of an output, or of the fields of objects in it, come from or were chosen by."""
         leaves = tree_leaves(output)
         objects = [vars(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
         tensors = [leaf for leaf in (*leaves, *tree_leaves(objects)) if isinstance(leaf, Tensor)]
-        return frozenset[int]().union(*(self.data.get(t, frozenset()) for t in tensors)) - {INPUT}
+        tables = (self.data, self.chosen)
+        return frozenset[int]().union(*(table.get(t, frozenset()) for t in tensors for table in tables)) - {INPUT}
 
 
 def find_ends(model: nn.Module, weights: Weights, layers: Mapping[str, nn.Module], batch: Batch) -> Ends:

@@ -7,26 +7,57 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bitdial.dial.dial import unwrap
 from bitdial.errors import ConfigError
 
-Batch = Tensor | tuple[Any, ...] | dict[str, Any]
+Batch = Tensor | list[Any] | tuple[Any, ...] | dict[str, Any]
 INPUTS_ALONE = "Where inputs alone are wanted, leave out the targets: [x for x, _ in batches]"
-_INPUTS = f"give a tensor, a tuple of positional or a dict of keyword arguments of the model. {INPUTS_ALONE}"
+_INPUTS = (
+    "give a tensor, a list of images for a detector, a tuple of positional or a dict of keyword arguments of the "
+    f"model. {INPUTS_ALONE}"
+)
 
 
 def call(model: Callable[..., Any], batch: Batch) -> Any:
-    """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments; ConfigError if it has others."""
-    if not isinstance(batch, Tensor | tuple | dict):
+    """Run `model` on a tensor, a tuple of positional or a dict of keyword arguments; ConfigError if it has others.
+
+    A list is one argument: the images of a detector.
+    """
+    if not isinstance(batch, Tensor | list | tuple | dict):
         raise ConfigError(f"the inputs are a {type(batch).__name__}; {_INPUTS}")
     args = batch if isinstance(batch, tuple) else () if isinstance(batch, dict) else (batch,)
     kwargs = batch if isinstance(batch, dict) else {}
     try:
         return model(*args, **kwargs)
-    except TypeError:
+    except (TypeError, AttributeError) as problem:
         _check_arguments(model, args, kwargs)
+        if isinstance(batch, list):
+            raise ConfigError(f"the model does not take a list ({problem}); {_INPUTS}") from problem
         raise
+
+
+def sample_lists(batch: Batch) -> bool:
+    """Whether the samples of `batch` are in a list, as the images of a detector: it is one, or begins with one."""
+    first = batch if isinstance(batch, list) else next(iter(_parts(batch)), None)
+    return isinstance(first, list)
+
+
+def sample_count(batch: Batch) -> int | None:
+    """How many samples `batch` has: the length of its list, or that of the first axis of its first tensor.
+
+    None without a tensor, or if that has no axes.
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if sample_lists(batch) and tensors:
+        return len(batch if isinstance(batch, list) else next(iter(_parts(batch))))
+    return len(tensors[0]) if tensors and tensors[0].dim() else None
+
+
+def _parts(batch: Any) -> Any:
+    """The arguments that `batch` has."""
+    return batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else (batch,)
 
 
 def _check_arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

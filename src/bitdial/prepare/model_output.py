@@ -45,6 +45,8 @@ def no_tensor(returned: Any) -> str:
         names = list(returned)
         part = "logits" if "logits" in names else names[0]
         return f"the model returns a {kind} of {', '.join(map(repr, names))}; say which part is meant: output={part!r}"
+    if isinstance(returned, list) and returned and isinstance(returned[0], Mapping):
+        return f"the model returns a dict for each image, as detectors do; {OWN_MEASURE}"
     if isinstance(returned, tuple | list) and returned:
         return f"the model returns a {kind} of {len(returned)}; say which part is meant: output=0, its first"
     return f"the model returns a {kind} instead of a tensor; say which part of it is meant: output='logits'"

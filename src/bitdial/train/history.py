@@ -6,13 +6,15 @@ from typing import Any
 from bitdial.train import distributed
 from bitdial.train.step_report import StepReport
 
+PART = "part "  # before the name of a part of the loss, among the sums
+
 
 @dataclass
 class History:
     """What a run leaves behind: a row per epoch, and samples of the scale gradients.
 
-    A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `train_top1` (if the targets
-    are class labels), `top1` (if evaluated; `measured` by a measure of your own, None where not finite), `scale_rate`
+    A row has `epoch`, `lr`, `seconds`, and by width (as text, so that it is JSON) `loss`, `losses` (of a model that
+    returns its own, by name), `train_top1` (if the targets are class labels), `top1` (if evaluated; `measured` by a measure of your own, None where not finite), `scale_rate`
     (mean ALRS rate) and `stopped` (share of steps at which that rate was 0). `gradients` has, by width, a list of
     {"step", "weight": per layer, "act": per layer}: the largest scale gradients. `ended` is why a callback ended the
     run early, None if none did.
@@ -50,6 +52,7 @@ class Totals:
             now = {"steps": 1, "loss": loss.double(), "rate": rate, "zero": rate == 0.0}
             if bits in report.correct:
                 now |= {"right": report.correct[bits], "seen": report.seen}
+            now |= {f"{PART}{name}": value.double() for name, value in report.parts.get(bits, {}).items()}
             for name, value in now.items():
                 mine[name] = mine.get(name, 0.0) + value  # on a GPU, sums stay there until they are read
 
@@ -67,7 +70,13 @@ class Totals:
             "lr": lr,
             "seconds": seconds,
             "loss": {b: s["loss"] / s["steps"] for b, s in items},
+            **({"losses": parts} if (parts := {b: _parts(s) for b, s in items if _parts(s)}) else {}),
             "train_top1": {b: right[b] / seen[b] for b in right if seen[b]},
             "scale_rate": {b: s["rate"] / s["steps"] for b, s in items},
             "stopped": {b: s["zero"] / s["steps"] for b, s in items},
         }
+
+
+def _parts(sums: dict[str, float]) -> dict[str, float]:
+    """The means of the parts of the loss."""
+    return {name.removeprefix(PART): v / sums["steps"] for name, v in sums.items() if name.startswith(PART)}

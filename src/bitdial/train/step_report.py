@@ -1,5 +1,6 @@
 """What one joint step did, by width."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ class StepReport:
 
     lr: float = 0.0
     loss: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # of the loss, of a model with its own losses
     correct: dict[int, Tensor] = field(default_factory=dict)
     seen: int = 0
     scale_rate: dict[int, float | Tensor] = field(default_factory=dict)
@@ -34,6 +36,12 @@ class StepReport:
             self.correct[bits] = right if whole else self.correct.get(bits, 0) + right
             if bits == next(iter(self.loss)):  # each width sees the same samples
                 self.seen += guess.numel()
+
+    def add_parts(self, bits: int, parts: Mapping[str, Tensor], share: float) -> None:
+        """Take the parts of a loss into account, of a `share` of the batch."""
+        mine = self.parts.setdefault(bits, {})
+        for name, value in parts.items():
+            mine[name] = mine.get(name, 0.0) + value.detach() * share
 
 
 def gradient_peaks(scales: list[Tensor | None], like: Tensor) -> Tensor:

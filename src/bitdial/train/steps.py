@@ -23,10 +23,11 @@ from bitdial.errors import ConfigError, TrainingError
 from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.model_call import Batch, call
 from bitdial.prepare.model_output import Output, selected
+from bitdial.prepare.own_losses import OwnLosses, with_targets
 from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 from bitdial.train import distributed
 from bitdial.train.accumulate import Part, split_batch
-from bitdial.train.alrs import OWN, moving_scales, rate_of_scales
+from bitdial.train.alrs import moving_scales, rate_of_scales
 from bitdial.train.config import TrainConfig, choose_autocast
 from bitdial.train.distill import Distiller, class_axis_to_distill
 from bitdial.train.gpu.cuda_graph import StepGraphs
@@ -37,6 +38,7 @@ from bitdial.train.hasb import make_sampler, sigma_at
 from bitdial.train.optimizers import make_optimizer, make_scale_optimizers, split_parameters, step_at
 from bitdial.train.own_optimizer import OptimizerFactory, OwnOptimizer
 from bitdial.train.reduction import GradientReducer
+from bitdial.train.refusals import check_own_losses, check_sharded
 from bitdial.train.sharding import is_sharded
 from bitdial.train.step_report import StepReport, gradient_peaks
 
@@ -51,7 +53,8 @@ class JointStep:
     """Trains a prepared model one batch at a time, at all of its widths.
 
     `loss` takes (output, targets): what the model returns, or the part of it that `output` selects, by name, by place
-    in a tuple or by a function; the same part is distilled and compared with class labels. `optimizer`
+    in a tuple or by a function; the same part is distilled and compared with class labels. A model that returns its
+    own losses, as detectors do, is called with the targets too, and has `loss=OwnLosses()`. `optimizer`
     makes one of your own for the weights, see `bitdial.train.own_optimizer`. `teacher` goes with
     distill='teacher' or 'cascade', `samples` (the size of the training set) with distill='progressive', `sensitivity`
     (what `hessian_trace` returns, or a number per quantised layer) with sampling='hasb'.
@@ -83,6 +86,7 @@ class JointStep:
                 "the teacher is the model itself; pass another, such as the float model that was given to prepare. "
                 "distill='in_place' lets the highest width teach the others"
             )
+        check_own_losses(loss, config, output)
         config = dataclasses.replace(config, autocast=choose_autocast(config.autocast, model))
         self.model, self.config, self.loss_function, self.output = model, config, loss, output
         self.total_steps, self.step = steps_per_epoch * config.epochs, 0
@@ -99,7 +103,7 @@ class JointStep:
         self.on_gpu = device.type == "cuda"
         self.sharded = is_sharded(model)
         if self.sharded:
-            _check_sharded(config, optimizer)
+            check_sharded(config, optimizer)
         self.wrapped = self.sharded or distributed.reduced_by_ddp(model)  # and what is around it averages gradients
         if not self.wrapped:
             distributed.share_state(model)
@@ -182,7 +186,7 @@ class JointStep:
             report = self._all_widths(inputs, targets, index)
         report.lr = lr
         self.step += 1
-        self.last_inputs = inputs
+        self.last_inputs = with_targets(inputs, targets, self.loss_function)
         if self.step % CHECK_EVERY == 0:
             self.check()
         return report
@@ -197,6 +201,7 @@ class JointStep:
     def _all_widths(self, inputs: Batch, targets: Any, index: Tensor | None = None) -> StepReport:
         report = StepReport()
         parts = split_batch(self.fast.arranged(inputs), targets, index, self.config.accumulate)
+        parts = [dataclasses.replace(p, inputs=with_targets(p.inputs, p.targets, self.loss_function)) for p in parts]
         self.model.train()
         with self._autocast():
             self.distiller.begin(*(part.inputs for part in parts))
@@ -233,6 +238,8 @@ class JointStep:
         self.fast.backward(loss if share == 1.0 else loss * share)
         distributed.average_norms(self.model, None if self.slots is None else self.slots.stand_ins)
         report.add(bits, mean_loss, output, part)
+        if isinstance(self.loss_function, OwnLosses):
+            report.add_parts(bits, self.loss_function.parts(output), part.share)
 
     def check(self) -> None:
         """Raise TrainingError if a loss was not finite or a scale collapsed since the last check.
@@ -330,14 +337,3 @@ class JointStep:
     def end_epoch(self) -> None:
         """Call after each epoch; progressive distillation turns its pages here."""
         self.distiller.end_epoch()
-
-
-def _check_sharded(config: TrainConfig, optimizer: OptimizerFactory | None) -> None:
-    """Raise ConfigError for what needs parameters whole in every process."""
-    for wrong, what in (
-        (optimizer is not None, "an optimizer of your own"),
-        (config.sampling != "none", f"sampling={config.sampling!r}"),
-        (config.alrs in OWN, f"alrs={config.alrs!r}"),
-    ):
-        if wrong:
-            raise ConfigError(f"{what} does not go with a model that is spread over processes (fully_shard)")

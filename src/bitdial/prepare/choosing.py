@@ -1,0 +1,42 @@
+"""Functions of torch that take values from places: which of their arguments are the values, which say the places.
+
+What says where to look is no part of what is found there. A detector crops its features at the boxes that it has
+found, and keeps the boxes of the best scores: the crops come from the features, not from the boxes.
+"""
+
+from typing import Any, NamedTuple
+
+
+class _Places(NamedTuple):
+    """The argument that says the places: its position and its names."""
+
+    position: int
+    names: tuple[str, ...]
+
+
+_CHOOSING = {
+    "__getitem__": _Places(1, ()),
+    "gather": _Places(2, ("index",)),
+    "grid_sample": _Places(1, ("grid",)),
+    "grid_sampler": _Places(1, ("grid",)),
+    "index_select": _Places(2, ("index",)),
+    "masked_fill": _Places(1, ("mask",)),
+    "masked_select": _Places(1, ("mask",)),
+    "ps_roi_align": _Places(1, ("rois", "boxes")),
+    "ps_roi_pool": _Places(1, ("rois", "boxes")),
+    "roi_align": _Places(1, ("rois", "boxes")),
+    "roi_pool": _Places(1, ("rois", "boxes")),
+    "take_along_dim": _Places(1, ("indices",)),
+    "where": _Places(0, ("condition",)),
+}
+
+
+def split_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments of a call of `func` that are values, and those that say where values are taken from."""
+    found = _CHOOSING.get(getattr(func, "__name__", ""))
+    if found is None:
+        return (args, kwargs), ()
+    values = [argument for position, argument in enumerate(args) if position != found.position]
+    named = [argument for name, argument in kwargs.items() if name not in found.names]
+    places = [kwargs[name] for name in found.names if name in kwargs]
+    return (values, named), (*args[found.position : found.position + 1], *places)
