@@ -78,6 +78,14 @@ def picture_uri(pixels: Tensor) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
+def write_picture(path: Path, values: Any) -> None:
+    """Write an array to `path`: uint8 (height, width, 3), or uint8 or uint16 (height, width)."""
+    require_pillow()
+    from PIL import Image
+
+    Image.fromarray(values).save(path)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The image at `path` as Pillow has it; ConfigError names a file that cannot be read."""

@@ -112,7 +112,7 @@ def instance_target(instances: Tensor, classes: Sequence[int] | None = None, *, 
 
 
 def with_masks(target: Target) -> Target:
-    """`target` with `masks` (n, height, width), uint8, in the place of `instances`: as torchvision's detectors learn."""
+    """`target` with `masks` (n, height, width), uint8, in the place of `instances`: as detectors learn from them."""
     kept = {name: value for name, value in target.items() if name != "instances"}
     numbers = torch.arange(1, len(target["boxes"]) + 1, device=target["instances"].device)
     return kept | {"masks": (target["instances"][None] == numbers[:, None, None]).to(torch.uint8)}

@@ -10,10 +10,8 @@ they would be pixels off.
 """
 
 import hashlib
-import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitdial._version import __version__
-from bitdial.artifact import read_artifact, save, sizes
+from bitdial.artifact import amend, read_artifact, save, sizes
 from bitdial.calibrate import CalibrateConfig, calibrate
-from bitdial.errors import ArtifactError
 from bitdial.files.atomic import write_json
 from bitdial.images import InstanceAugment, InstanceFolder
 from bitdial.live.load import load
+from bitdial.models.weights import read_weights
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.measure import take_measure
+from bitdial.prepare.own_losses import OwnLosses
 from bitdial.prepare.prepare import prepare
 from bitdial.recipes.detector_data import DetectionData, DetectionImages
 from bitdial.recipes.detector_options import DetectorOptions
-from bitdial.recipes.detector_parts import part_errors
-from bitdial.recipes.detectors import build_detector
+from bitdial.recipes.detector_outcome import DetectorOutcome, check_reloaded, listed, look_at, numbers, rounded, rows_of
+from bitdial.recipes.detectors import DetectorKind, fill_body, kind_with_weights
 from bitdial.recipes.outcome import add_result, run_name, settings_of
 from bitdial.recipes.run import RecipeRun
 from bitdial.train import Callback, TrainConfig, evaluate, train
@@ -44,19 +42,8 @@ from bitdial.train.data import Sample
 from bitdial.train.float_loop import train_float
 
 RECIPE = "nuclei-maskrcnn"
-TO_COMPARE = 8  # images on which the parts are compared
+DETECTOR = "detector"  # the key of an artifact's metrics that says how to build the float detector
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DetectorOutcome:
-    """A finished run: the float detector, the file, its numbers, and result rows, one for each width."""
-
-    float_model: nn.Module
-    artifact: Path
-    result: dict[str, Any]
-    rows: list[dict[str, Any]]
-    held_out: DetectionImages
 
 
 def detection(options: DetectorOptions, *, tell: Tell = lambda line: None) -> DetectorOutcome:
@@ -100,12 +87,7 @@ def _digest(path: Path) -> str:
 
 def model_loss(model: nn.Module, batch: Sample) -> Tensor:
     """The sum of a detector's own losses."""
-    return total(model(*batch.inputs))  # type: ignore[misc]
-
-
-def total(losses: Any, targets: Any = None) -> Tensor:
-    """The sum of a dict of losses."""
-    return sum(losses.values(), torch.zeros((), device=next(iter(losses.values())).device))
+    return OwnLosses()(model(batch.inputs, batch.targets), None)
 
 
 def _train(
@@ -115,8 +97,8 @@ def _train(
     measure = partial(detection_metrics, max_detections=options.max_detections)
     float_model = _float_detector(run, data, tell)
     batches = held_out[:]
-    whole = take_measure(float_model, batches, measure)
-    tell(f"Float on {len(batches)} images: {_listed(whole)}")
+    whole = rounded(take_measure(float_model, batches, measure))
+    tell(f"Float on {len(batches)} images: {listed(whole)}")
     began = time.monotonic()
     quant = QuantConfig(**settings_of(QuantConfig, run.settings))
     model = prepare(float_model, quant, data.inputs(options.calibration)).eval()
@@ -133,29 +115,37 @@ def _train(
     else:
         course = _joint(run, data, model, batches, measure, tell)
     seconds = time.monotonic() - began
-    metrics = {"recipe": RECIPE, "model": options.model, "run": run.record()}
+    kind = detector_kind(options, int(run.settings["classes"]))
+    metrics = {"recipe": RECIPE, "model": options.model, DETECTOR: kind.to_dict(), "run": run.record()}
     save(model, run.artifact, metrics=metrics | {"float_ap": whole})
-    result = _numbers(run, float_model, batches, measure) | {"float": whole, "course": course, "seconds": seconds}
-    save(model, run.artifact, metrics=metrics | {"float_ap": whole, "ap": result["widths"]})
-    _check_reloaded(run, model, float_model, batches[:1])
+    live = load(run.artifact, float_model, device=data.device, kernels="float")
+    result = numbers(run, live, float_model, batches, measure) | {"float": whole, "course": course, "seconds": seconds}
+    measured_on = {"data": result["data"]["folder"], "part": "the split val", "count": len(batches)}
+    amend(run.artifact, metrics={"ap": result["widths"], "images": measured_on})
+    seen = look_at(live, float_model, held_out, options.bit_choices, count=options.pictures)
+    check_reloaded(run, model, float_model, batches[0][0])
     size = sizes(read_artifact(run.artifact))
     result["bytes"] = {
         "float": sum(tensor.nbytes for tensor in float_model.state_dict().values()),
         "artifact": size["file"],
         "separate": {str(bits): count for bits, count in size["separate"].items()},
     }
-    rows = _rows(run, result)
+    rows = rows_of(run, result)
     write_json(run.artifact.with_suffix(".json"), result)
     if options.results is not None:
         add_result(options.results, *rows)
     run.checkpoint.unlink(missing_ok=True)
-    return DetectorOutcome(float_model=float_model, artifact=run.artifact, result=result, rows=rows, held_out=held_out)
+    return DetectorOutcome(float_model=float_model, artifact=run.artifact, result=result, rows=rows, seen=seen)
 
 
 def _float_detector(run: RecipeRun[DetectorOptions], data: DetectionData, tell: Tell) -> nn.Module:
     """The float detector, trained, or taken from the folder of the run, where it is kept for other runs."""
     options, settings = run.options, run.options.float_settings()
-    model = float_detector(options, int(run.settings["classes"])).to(data.device)
+    kind = detector_kind(options, int(run.settings["classes"]))
+    model = kind.build(seed=options.seed)
+    if options.weights is not None:
+        fill_body(model, read_weights(options.weights))
+    model = model.to(data.device)
     facts = settings | {name: run.settings[name] for name in ("classes", "images", "weights")}
     digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:8]
     kept = options.out / f"float-{options.model.replace(':', '-')}-{options.seed}-{digest}.ckpt"
@@ -176,16 +166,10 @@ def _float_detector(run: RecipeRun[DetectorOptions], data: DetectionData, tell: 
     return model
 
 
-def float_detector(options: DetectorOptions, classes: int) -> nn.Module:
-    """The detector that a run starts from, untrained."""
-    return build_detector(
-        options.model,
-        classes,
-        weights=options.weights,
-        size=options.size,
-        max_detections=options.max_detections,
-        seed=options.seed,
-    )
+def detector_kind(options: DetectorOptions, classes: int) -> DetectorKind:
+    """The detector that the options ask for."""
+    kind = DetectorKind(name=options.model, classes=classes, size=options.size, max_detections=options.max_detections)
+    return kind if options.weights is None else kind_with_weights(kind, read_weights(options.weights))
 
 
 def _joint(
@@ -206,7 +190,7 @@ def _joint(
         model,
         data,
         config,
-        loss=total,
+        loss=OwnLosses(),
         callbacks=[watch],
         checkpoint=run.checkpoint,
         progress=options.progress,
@@ -236,10 +220,10 @@ class _Watch(Callback):
 
     def _take(self, run: Run, epoch: int) -> None:
         found = evaluate(run.model, self.batches, self.widths, measure=self.measure)
-        by_width = {str(bits): _rounded(values) for bits, values in found.items()}
+        by_width = {str(bits): rounded(values) for bits, values in found.items()}
         self.course.append({"epoch": epoch, "widths": by_width})
         for bits, values in by_width.items():
-            self.tell(f"Epoch {epoch} of {run.config.epochs}, {bits} bits: {_listed(values)}")
+            self.tell(f"Epoch {epoch} of {run.config.epochs}, {bits} bits: {listed(values)}")
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured."""
@@ -248,88 +232,3 @@ class _Watch(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take it back."""
         self.course = state["course"]
-
-
-def _rounded(values: Any) -> dict[str, float | None]:
-    """As JSON has them, which has no NaN."""
-    return {name: None if value != value else round(value, 6) for name, value in values.items()}
-
-
-def _listed(values: Any) -> str:
-    """'box AP 41.2, mask AP 38.0'."""
-    short = {"box_ap": "box AP", "mask_ap": "mask AP"}
-    texts = {words: values[name] for name, words in short.items() if name in values}
-    return ", ".join(f"{words} {'-' if v is None or v != v else f'{100 * v:.1f}'}" for words, v in texts.items())
-
-
-def _numbers(run: RecipeRun[DetectorOptions], float_model: nn.Module, batches: Any, measure: Any) -> dict[str, Any]:
-    """What the file, loaded, comes to at each width, and how far its parts are from the float model's."""
-    options = run.options
-    device = next(float_model.parameters()).device
-    live = load(run.artifact, float_model, device=device, kernels="float")
-    found = evaluate(live, batches, options.bit_choices, measure=measure)
-    images = [inputs for inputs, _ in batches[:TO_COMPARE]]
-    errors = part_errors(float_model, live, images, options.bit_choices)
-    return {
-        "model": options.model,
-        "method": options.method,
-        "artifact": run.artifact.name,
-        "widths": {str(bits): _rounded(values) for bits, values in found.items()},
-        "parts": {part: {str(b): None if v != v else v for b, v in one.items()} for part, one in errors.items()},
-        "compared_on": len(images),
-        "data": {
-            "folder": options.data.resolve().name,
-            "split": "val",
-            "images": len(batches),
-            "objects": sum(len(targets[0]["boxes"]) for _, targets in batches),
-        },
-        "settings": run.record()["settings"],
-        "command": options.command,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "versions": {"bitdial": __version__, "python": platform.python_version(), "torch": torch.__version__},
-    }
-
-
-def _check_reloaded(run: RecipeRun[DetectorOptions], model: nn.Module, float_model: nn.Module, batches: Any) -> None:
-    """Raise ArtifactError unless the file, loaded, finds what the trained model finds, bit for bit."""
-    live = load(run.artifact, float_model, device=next(float_model.parameters()).device, kernels="float")
-    for bits in run.options.bit_choices:
-        found = [_first(one, batches, bits) for one in (model, live)]
-        if any(not torch.equal(found[0][name], found[1][name]) for name in found[0]):
-            raise ArtifactError(f"{run.artifact}, loaded, differs from what was trained at {bits} bits; report this")
-
-
-def _first(model: nn.Module, batches: Any, bits: int) -> dict[str, Tensor]:
-    found: list[dict[str, Tensor]] = []
-
-    def keep(inner: nn.Module, given: list[Any]) -> float:
-        found.extend(inner(given[0][0]))
-        return 0.0
-
-    evaluate(model, batches, [bits], measure=keep)
-    return found[0]
-
-
-def _rows(run: RecipeRun[DetectorOptions], result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A result row for each width; precisions are in points."""
-    options = run.options
-
-    def points(values: Any, name: str) -> float | None:
-        value = values.get(name)
-        return None if value is None or value != value else round(100 * value, 2)
-
-    always = {"model": options.model, "method": options.method, "scheme": options.scheme}
-    found: list[dict[str, Any]] = []
-    for bits, values in result["widths"].items():
-        row: dict[str, Any] = always | {"bits": int(bits)}
-        row |= {name: points(values, name) for name in ("box_ap", "mask_ap", "box_ap50", "mask_ap50")}
-        row |= {f"float_{name}": points(result["float"], name) for name in ("box_ap", "mask_ap")}
-        row |= {
-            "bit_choices": list(options.bit_choices),
-            "seed": options.seed,
-            "max_detections": options.max_detections,
-        }
-        row |= {"float_epochs": options.float_epochs, "epochs": options.epochs, "seconds": round(result["seconds"], 1)}
-        row |= {name: result[name] for name in ("data", "device", "versions", "command")}
-        found.append(row)
-    return found

@@ -18,9 +18,8 @@ Item = tuple[Tensor, Target]
 class DetectionData:
     """Training data for a detector, cut and mirrored by (seed, epoch, index) alone, so that a run can stop anywhere.
 
-    A sample's inputs are what the detector is called with in training mode: (images, targets). `workers` threads read
-    the next batch while the model trains on the one before. Of a last batch that is not full, other images are in it
-    in every epoch, and it is left out.
+    A sample has a list of images and a list of targets. `workers` threads read the next batch while the model trains
+    on the one before. A last batch that is not full is left out: other images in every epoch.
     """
 
     resumable = True
@@ -68,15 +67,15 @@ class DetectionData:
             classes = self.images.entries[place].classes
             target = instance_target(instances.to(self.device), classes, smallest=self.augment.smallest)
             targets.append(with_masks(target))
-        return Sample((images, targets), targets, index)
+        return Sample(images, targets, index)
 
-    def inputs(self, count: int) -> list[tuple[list[Tensor]]]:
-        """The first `count` images of the first epoch as inputs alone, each a batch: to prepare and to calibrate on."""
-        found: list[tuple[list[Tensor]]] = []
+    def inputs(self, count: int) -> list[list[Tensor]]:
+        """The first `count` images of the training as inputs alone, each a batch: to prepare and to calibrate on."""
+        found: list[list[Tensor]] = []
         for epoch in range(count):  # more than one only where there are fewer images
             for sample in self.batches(epoch):
-                assert isinstance(sample.inputs, tuple)
-                found += [([image],) for image in sample.inputs[0]]
+                assert isinstance(sample.inputs, list)
+                found += [[image] for image in sample.inputs]
                 if len(found) >= count:
                     return found[:count]
         return found

@@ -16,7 +16,7 @@ from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError
 from bitdial.prepare.model_call import evaluating
 
-# Which modules are which part, by their names in torchvision's detectors and in ours; a part has the first that is there.
+# Which modules are which part, by their names in torchvision's detectors and in ours; the first that is there counts.
 PARTS: dict[str, tuple[str, ...]] = {
     "backbone": ("backbone.body",),
     "feature pyramid": ("backbone.fpn",),
@@ -62,7 +62,7 @@ def part_errors(
     with evaluating(float_model), evaluating(model):
         for images in batches:
             calls = _record(float_model, images, places)
-            for part, inputs, output in calls:
+            for part, _, output in calls:
                 whole[part] += _square(output)
             for setting in settings:
                 with at_bits(model, setting):

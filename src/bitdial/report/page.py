@@ -30,7 +30,7 @@ def write_report(path: str | os.PathLike[str], *, title: str, lead: str = "", bo
     """
     style, script = (file.read_text(encoding="utf-8") for file in (STYLE, SCRIPT))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     head = element(
         "head",
         element("meta", charset="utf-8"),

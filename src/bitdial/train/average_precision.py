@@ -39,7 +39,7 @@ def detection_metrics(
     coco = _Coco(max_detections, masks)
     with evaluating(model):
         for inputs, targets in pairs(batches):
-            found = call(model, (inputs,) if isinstance(inputs, list) else inputs)
+            found = call(model, inputs)
             _check_counts(found, targets)
             for detections, target in zip(found, targets, strict=True):
                 coco.add(detections, target)
