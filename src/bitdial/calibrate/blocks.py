@@ -50,19 +50,49 @@ class _BlockTracer(ThreadTracer):
         return ours or super().is_leaf_module(m, module_qualified_name)
 
 
-def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None) -> list[Block]:
-    """The blocks of a prepared `model`, in order; ConfigError with the reason if it cannot be traced.
+def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None, *, inside: str = "") -> list[Block]:
+    """The blocks of a prepared `model`, in order, or of the module `inside` it; ConfigError if it cannot be traced.
 
-    `fixed` are arguments of its forward that have the same value in every call.
+    `fixed` are arguments of its forward that have the same value in every call, but for torch.fx's PH in them.
     """
     try:
-        nodes = list(_BlockTracer().trace(model, dict(fixed or {})).nodes)
+        nodes = list(_BlockTracer().trace(model.get_submodule(inside), dict(fixed or {})).nodes)
     except Exception as problem:  # whatever the model's code does with a proxy
-        raise ConfigError(f"the model cannot be traced: {str(problem).splitlines()[0]}") from problem
-    nodes = [node for node in nodes if node.op != "output"]
+        raise ConfigError(f"the model cannot be traced: {str(problem).partition(chr(10))[0]}") from problem
+    for node in nodes:
+        if inside and node.op in ("call_module", "get_attr"):
+            node.target = f"{inside}.{node.target}"
+    nodes = _norms_together(model, [node for node in nodes if node.op != "output"])
     layers = {node: _names(model, node, QuantLayer) for node in nodes}
     pieces = _merge(_pieces(model, nodes, layers), model, layers)
     return [_block(model, piece, nodes, layers) for piece in pieces]
+
+
+def _norms_together(model: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` in an order in which all calls of a norm follow one another, as those of a head on several levels.
+
+    Then its inputs are all there when it first runs. Nodes stay in their order but for those that wait for a norm.
+    """
+    calls: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if node.op == "call_module" and _names(model, node, SwitchableBatchNorm) == (node.target,):
+            calls.setdefault(str(node.target), []).append(node)
+    together = {node: several for several in calls.values() if len(several) > 1 for node in several}
+    if not together:
+        return nodes
+    done: dict[fx.Node, None] = {}
+    left = nodes
+    while left:
+        before = len(done)
+        for node in left:
+            group = together.get(node, [node])
+            if node not in done and all(n in done for each in group for n in each.all_input_nodes):
+                done.update(dict.fromkeys(group))
+        if len(done) == before:  # it reads what it gave itself
+            first = next(node for node in left if all(n in done for n in node.all_input_nodes))
+            done[first] = None
+        left = [node for node in left if node not in done]
+    return list(done)
 
 
 def _names(model: nn.Module, node: fx.Node, kind: type[nn.Module]) -> tuple[str, ...]:
@@ -141,8 +171,8 @@ def _block(
     reads = {n: None for node in piece for n in node.all_input_nodes if n not in inside}
     known = nodes[: end + 1]
     gives = [n for n in known if n.op != "get_attr" and any(place.get(user, len(nodes)) > end for user in n.users)]
-    names = tuple(name for node in piece for name in layers[node])
-    norms = tuple(name for node in piece for name in _names(model, node, SwitchableBatchNorm))
+    names = tuple(dict.fromkeys(name for node in piece for name in layers[node]))
+    norms = tuple(dict.fromkeys(name for node in piece for name in _names(model, node, SwitchableBatchNorm)))
     return Block(_common(names) or str(piece[-1].target), tuple(piece), tuple(reads), tuple(gives), names, norms)
 
 

@@ -113,7 +113,7 @@ class _Calibration:
         self.walk = Walk(self.model, self.inputs)
         self.warnings += self.walk.warnings
         steps = []
-        if config.equalize and self.walk.traced and (count := equalize(self.model, self.walk.blocks, self.inputs)):
+        if config.equalize and self.walk.has_graphs and (count := equalize(self.model, self.walk.blocks, self.inputs)):
             steps.append(f"channels of {count} activations equalised")
         self.reference = float_copy(self.model)
         if config.choose_scales:
@@ -162,14 +162,14 @@ class _Calibration:
         self.float_values.enter(self.reference, block)
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
-            self.values[bits].enter(self.model, block)
+            self.values[bits].enter(self.model, block, self.float_values)
         if self.config.round_jointly:
             self._round(number, block)
         plain: dict[str, Reference] = {}
         after = self.float_values.copy()
         bare = bare_layers(self.model, block) if self.config.correct_biases else []
         with watch_means(self.reference, bare) as means:
-            after.advance(self.reference, block, lambda name, x: plain.update({name: reference_of(x, name)}))
+            after.advance(self.reference, block, lambda name, x: plain.setdefault(name, reference_of(x, name)))
         if block.layers:
             after.weigh(block, self.layers[block.layers[-1]].kind.image_dims)
         if bare:
@@ -220,7 +220,7 @@ class _Calibration:
         plain = self.float_values.first(count)
         quantized = {bits: values.first(count) for bits, values in self.values.items()}
         found: dict[str, Reference] = {}
-        plain.copy().advance(self.reference, block, lambda name, x: found.update({name: reference_of(x, name)}))
+        plain.copy().advance(self.reference, block, lambda name, x: found.setdefault(name, reference_of(x, name)))
         rounding = BlockRounding(self.model, self.reference, block, self.settings, self.config, seed=number)
         rounding.run(plain, quantized, _leave, lambda: self._corrector(found))
 
@@ -256,11 +256,11 @@ class _Calibration:
     def _pass(self, block: Block) -> None:
         """Go on over a block that is done."""
         self.float_values.enter(self.reference, block)
-        self.float_values.advance(self.reference, block, _leave)
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
-            self.values[bits].enter(self.model, block)
+            self.values[bits].enter(self.model, block, self.float_values)
             self.values[bits].advance(self.model, block, _leave)
+        self.float_values.advance(self.reference, block, _leave)
 
 
 def _leave(name: str, inputs: list[Tensor]) -> None:

@@ -152,7 +152,8 @@ def _observe(plain: nn.Module, names: set[str], inputs: list[Batch]) -> Mapping[
     def hook(name: str, image_dims: int) -> Any:
         def record(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             rows = args[0].movedim(-1 - image_dims, 0).flatten(1)
-            found[name].append(Channels(rows.abs().amax(dim=1), rows.square().mean(dim=1)))
+            if rows.shape[1]:
+                found[name].append(Channels(rows.abs().amax(dim=1), rows.square().mean(dim=1)))
 
         return record
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.prepare.model_call import INPUTS_ALONE, Batch
+from bitdial.prepare.model_call import INPUTS_ALONE, Batch, sample_count
 
 FEW = 32  # samples, below which a warning is due
 
@@ -20,7 +20,7 @@ def checked(batches: Tensor | dict[str, object] | Iterable[Batch]) -> tuple[list
         raise ConfigError("there is no batch to calibrate on; give some hundred samples, such as [x1, x2, ...]")
     samples = 0
     for number, batch in enumerate(found, start=1):
-        if not isinstance(batch, Tensor | tuple | dict):
+        if not isinstance(batch, Tensor | list | tuple | dict):
             raise ConfigError(f"batch {number} is a {type(batch).__name__}; give a tensor, a tuple or a dict of inputs")
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if not tensors or any(tensor.numel() == 0 for tensor in tensors):
@@ -30,7 +30,7 @@ def checked(batches: Tensor | dict[str, object] | Iterable[Batch]) -> tuple[list
             raise ConfigError(f"{kinds}: are they of one kind? {INPUTS_ALONE}")
         if isinstance(batch, Tensor) and not bool(torch.isfinite(batch).all()):
             raise QuantizationError(f"batch {number} holds NaN or infinity; check the inputs")
-        samples += len(tensors[0]) if tensors[0].dim() else 1
+        samples += sample_count(batch) or 1
     return cast(list[Batch], found), _warnings(found, samples)
 
 

@@ -88,29 +88,30 @@ class Reconstruction:
 
     def learn(self, plain: Values, quantized: Mapping[int, Values], after: Values, report: Report) -> None:
         """Run all iterations. `plain` and `quantized` are what the block reads, `after` what it gives in float."""
-        config, block, (node,) = self.config, self.block, self.block.made[-1:]
+        config, block, nodes = self.config, self.block, after.results(self.block)
         kinds = ((self.weights, config.weight_rate), (self.scales, config.scale_rate), (self.norms, config.norm_rate))
         groups = [{"params": [one.offset for one in some], "rate": rate} for some, rate in kinds if some]
         optimizer = torch.optim.Adam(groups)
-        energy = _energy(after, node)
+        energies = {node: _energy(after, node) for node in nodes}
         reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
-        mixable = plain.is_mixable(reads) and after.is_mixable([node])
-        samples = sum(len(batch[node]) for batch in after.batches) if mixable else len(after.batches)
-        weights: Any = torch.cat(after.weights) if mixable and after.weights is not None else after.weights
+        mixable = plain.is_mixable(reads) and after.is_mixable(nodes)
+        samples = sum(len(batch[nodes[0]]) for batch in after.batches) if mixable else len(after.batches)
+        weights: Any = {node: torch.cat(each) if mixable else each for node, each in after.weights.items()}
         with self._dropping():
             for iteration in range(config.iterations):
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * iteration / config.iterations))
                 chosen: Any = torch.randperm(samples, generator=self.generator, device=self.generator.device)
                 chosen = chosen[: config.batch_size] if mixable else int(chosen[0])
-                given, wanted = plain.take(reads, chosen), after.take([node], chosen)[node]
-                counts = 1.0 if weights is None else weights[chosen]
+                given, wanted = plain.take(reads, chosen), after.take(nodes, chosen)
+                counts = {node: weights[node][chosen] if node in weights else 1.0 for node in nodes}
                 errors = {}
                 for bits, plan in self.settings.items():
                     set_bits(self.model, plan)
                     mixed = self._mixed(quantized[bits].take(reads, chosen), given)
-                    apart = (run(self.model, block.nodes, mixed)[node] - wanted).square() * counts
-                    errors[bits] = apart.mean() / energy
+                    found = run(self.model, block.nodes, mixed)
+                    apart = [(found[n] - wanted[n]).square().mul(counts[n]).mean() / energies[n] for n in nodes]
+                    errors[bits] = torch.stack(apart).mean()
                     (config.importance_of(bits) * torch.log(errors[bits] + config.tolerance)).backward()
                 self._take_gradients()
                 optimizer.step()
@@ -184,6 +185,6 @@ def _size(parameter: Tensor) -> Tensor:
 
 def _energy(values: Values, node: Any) -> float:
     """The mean square of the values of `node`, weighted as its errors are."""
-    weights: Any = [1.0] * len(values.batches) if values.weights is None else values.weights
+    weights: Any = values.weights.get(node, [1.0] * len(values.batches))
     total = sum(float((b[node].double().square() * w).sum()) for b, w in zip(values.batches, weights, strict=True))
     return max(total / sum(batch[node].numel() for batch in values.batches), 1e-30)

@@ -48,6 +48,7 @@ class BlockRounding:
         self.config, self.seed = config, seed
         self.bits = {width: resolve_plan(model, plan) for width, plan in settings.items()}
         self.centred = set(followed_by_norm(model, block))
+        self.shared = set[str]()  # layers that are called several times
 
     def run(
         self, plain: Values, quantized: Mapping[int, Values], leave: AtNorm, corrector: Callable[[], AtNorm]
@@ -68,7 +69,7 @@ class BlockRounding:
                 self._round(name, self._layer_settings(name, inputs, known))
 
     def _by_input(self, plain: Values, leave: AtNorm) -> list[list[str]]:
-        """The layers to round, in the order in which they run; neighbours that read the same tensor together."""
+        """The layers to round, in the order in which they first run; neighbours that read the same tensor together."""
         seen: list[tuple[str, Tensor]] = []
 
         def hook(name: str) -> Any:
@@ -77,7 +78,7 @@ class BlockRounding:
         modules = {name: self.reference.get_submodule(name) for name in self.block.layers}
         handles = [m.register_forward_pre_hook(hook(name), with_kwargs=True) for name, m in modules.items()]
         try:
-            plain.first(1).advance(self.reference, self.block, leave)
+            Values(plain.batches[:1]).advance(self.reference, self.block, leave)
         finally:
             for handle in handles:
                 handle.remove()
@@ -85,7 +86,13 @@ class BlockRounding:
         found: list[list[str]] = []
         before: Tensor | None = None
         for name, x in seen:
-            if names.count(name) > 1 or not can_round(self.model.get_submodule(name)):
+            if not can_round(self.model.get_submodule(name)):
+                continue
+            if names.count(name) > 1:
+                if name not in self.shared:
+                    found.append([name])
+                self.shared.add(name)
+                before = None
                 continue
             if x is before:
                 found[-1].append(name)
@@ -95,8 +102,8 @@ class BlockRounding:
         return found
 
     def _inputs(self, root: nn.Module, name: str, values: Values, at_norm: AtNorm) -> list[Tensor]:
-        """The inputs of the layer `name` of `root`, batch by batch."""
-        with _stop_at(root.get_submodule(name)) as found:
+        """The inputs of the layer `name` of `root`, batch by batch; those of all its calls, such as levels."""
+        with _stop_at(root.get_submodule(name), at_once=name not in self.shared) as found:
             values.copy().advance(root, self.block, at_norm)
         return found
 
@@ -175,13 +182,14 @@ def _values(layer: QuantLayer, bits: int) -> Tensor:
 
 
 @contextmanager
-def _stop_at(module: nn.Module) -> Iterator[list[Tensor]]:
-    """The inputs that `module` is called with, each of which ends the pass of its batch."""
+def _stop_at(module: nn.Module, *, at_once: bool) -> Iterator[list[Tensor]]:
+    """The inputs that `module` is called with, each of which ends the pass of its batch if that is to be `at_once`."""
     found: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(args[0] if args else kwargs["input"])
-        raise ReachedError
+        if at_once:
+            raise ReachedError
 
     handle = module.register_forward_pre_hook(stop, with_kwargs=True)
     try:

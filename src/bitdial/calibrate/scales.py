@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from bitdial import functional as bf
 from bitdial.calibrate.config import CalibrateConfig
@@ -25,7 +24,7 @@ from bitdial.nn.layer_kinds import LINEAR
 from bitdial.prepare.activation_ranges import observe_inputs
 from bitdial.prepare.config import QuantConfig
 from bitdial.prepare.initial_scales import act_quantizer_of, weight_scales
-from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_call import Batch, call, sample_count
 
 FACTORS = (1.0, 0.25, 0.35, 0.5, 0.7, 0.84, 1.2, 1.45, 1.75, 2.1)
 SAMPLES = 64
@@ -83,6 +82,8 @@ def input_squares(reference: nn.Module, names: list[str], inputs: list[Batch]) -
     def hook(name: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = (args[0] if args else kwargs["input"]).flatten(0, -2)
+            if not len(rows):
+                return
             rows = held_back(rows[None], rows[None], images=False)[0]
             sums[name] = sums.get(name, 0) + rows.square().sum(dim=0, dtype=torch.float64)
             counts[name] = counts.get(name, 0) + len(rows)
@@ -109,6 +110,8 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
         widths = layer.bit_choices if layer.fixed_bits is None else (layer.fixed_bits,)
 
         def record(module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+            if not out.numel():  # of a detector that found nothing
+                return
             channels = out.dim() - 1 - layer.kind.image_dims
             rest = [dim for dim in range(out.dim()) if dim != channels]
             spread = out.var(dim=rest, keepdim=True, correction=0)
@@ -151,4 +154,4 @@ def _some(inputs: list[Batch]) -> Iterator[Batch]:
         if seen >= SAMPLES:
             return
         yield batch
-        seen += next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        seen += sample_count(batch) or 1

@@ -168,6 +168,11 @@ def _single(graph: fx.Graph, name: str, module: nn.Module, kept: tuple[fx.Node, 
     return Block(name, tuple(nodes), (reads,), (*kept, nodes[-1]), *kinds)
 
 
+def single_block(name: str, module: nn.Module) -> Block:
+    """The block of the layer or norm `module` by itself."""
+    return _single(fx.Graph(), name, module, (), is_head=False)
+
+
 def thinned(x: Tensor) -> Tensor:
     """`x`; of (samples, places, channels), places in even steps such that a sample has at most MOST_KEPT numbers."""
     if x.dim() != 3 or x[0].numel() <= MOST_KEPT:

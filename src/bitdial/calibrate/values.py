@@ -1,5 +1,6 @@
 """The values that go from block to block, for all samples, at one setting; and how a block is run on them."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Values:
 
     def __init__(self, batches: Sequence[Environment]):
         self.batches = [dict(batch) for batch in batches]
-        self.weights: list[Tensor] | None = None
+        self.weights: dict[fx.Node, list[Tensor]] = {}  # of the pixels of what the last block gave
         self._joined: dict[fx.Node, Tensor] = {}
 
     def copy(self) -> "Values":
@@ -65,24 +66,29 @@ class Values:
         """The values of the first `count` batches, where a block begins."""
         return Values(self.batches[:count])
 
-    def enter(self, root: nn.Module, block: Block) -> None:
-        """Have the values that `block` reads; they are here already."""
+    def enter(self, root: nn.Module, block: Block, plain: "Values | None" = None) -> None:
+        """Have the values that `block` reads, of which the float model has `plain`; they are here already."""
 
     @torch.no_grad()
     def advance(self, root: nn.Module, block: Block, at_norm: AtNorm) -> None:
         """Replace what `block` reads by what it gives, in place.
 
         Before one of the block's norms runs, all batches have come to it: `at_norm` is called with its name and its
-        inputs, and may change it. A ReachedError in a batch ends it for all of them.
+        inputs, those of all calls if it is called several times in a row, and may change it. A ReachedError in a batch
+        ends it for all of them.
         """
         self._joined.clear()
-        self.weights = None
+        self.weights = {}
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
+                if place and _is_call(block.nodes[place - 1], str(node.target)):
+                    continue
                 if not self._run(root, block, done, place):
                     return
-                at_norm(str(node.target), [batch[_first(node)] for batch in self.batches])
+                several = itertools.takewhile(lambda n, name=node.target: _is_call(n, name), block.nodes[place:])
+                reads = [_first(each) for each in several]
+                at_norm(str(node.target), [batch[read] for batch in self.batches for read in reads])
                 done = place
         self._run(root, block, done, len(block.nodes))
 
@@ -100,19 +106,27 @@ class Values:
         return whole
 
     def weigh(self, block: Block, image_dims: int) -> None:
-        """Weigh the pixels of what `block` gave, for distances from it, if it is images of `image_dims` dimensions."""
-        given = [batch[block.made[-1]] for batch in self.batches]
-        if image_dims > 1 and all(isinstance(x, Tensor) and x.dim() == image_dims + 2 for x in given):
-            self.weights = position_weights(given, 1)
+        """Weigh the pixels of what `block` gave, for distances from it, where it is images of `image_dims` dimensions."""
+        self.weights = {}
+        for node in self.results(block) if image_dims > 1 else ():
+            given = [batch[node] for batch in self.batches]
+            if all(x.dim() == image_dims + 2 for x in given):
+                self.weights[node] = position_weights(given, 1)
+
+    def results(self, block: Block) -> list[fx.Node]:
+        """The nodes whose values `block` has made, and which are tensors of floats: several for a feature pyramid."""
+        known = self.batches[0]
+        return [n for n in block.made if isinstance(value := known.get(n), Tensor) and value.is_floating_point()]
 
     def distance(self, other: "Values", block: Block) -> float:
         """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y; with the weights of `other`, if any."""
-        node, apart, size = block.made[-1], 0.0, 0.0
-        for place, (own, wanted) in enumerate(zip(self.batches, other.batches, strict=True)):
-            x, y = own[node].double(), wanted[node].double()
-            weights = 1.0 if other.weights is None else other.weights[place]
-            apart += float(((x - y).square() * weights).sum())
-            size += float((y.square() * weights).sum())
+        apart, size = 0.0, 0.0
+        for node in other.results(block):
+            for place, (own, wanted) in enumerate(zip(self.batches, other.batches, strict=True)):
+                x, y = own[node].double(), wanted[node].double()
+                weights = other.weights[node][place] if node in other.weights else 1.0
+                apart += float(((x - y).square() * weights).sum())
+                size += float((y.square() * weights).sum())
         return apart / max(size, 1e-30)
 
     def is_mixable(self, nodes: Sequence[fx.Node]) -> bool:
@@ -183,7 +197,7 @@ class SteppedValues(Values):
         made.batches = [dict(batch) for batch in self.batches]
         return made
 
-    def enter(self, root: nn.Module, block: Block) -> None:
+    def enter(self, root: nn.Module, block: Block, plain: Values | None = None) -> None:
         self._joined.clear()
         module = root.get_submodule(block.name)
         for batch, inputs in zip(self.batches, self.inputs, strict=True):
@@ -218,6 +232,10 @@ def _arguments_of(root: nn.Module, module: nn.Module, inputs: Batch, name: str) 
     finally:
         handle.remove()
     raise ConfigError(f"the model did not call {name!r} on one of the batches; give it batches on which it does")
+
+
+def _is_call(node: fx.Node, module: Any) -> bool:
+    return node.op == "call_module" and node.target == module
 
 
 def _first(node: fx.Node) -> fx.Node:

@@ -1,10 +1,12 @@
 """How a calibration goes through a model: by the blocks of its graph.
 
-A model that cannot be traced goes by its rows of like modules, such as decoder layers; one without, layer by layer.
+A model that cannot be traced goes by its rows of like modules, such as decoder layers; one without, by those of its
+modules that can be traced, such as a detector's backbone and heads, or layer by layer.
 """
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,11 +15,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from bitdial.calibrate.blocks import Block, find_blocks
-from bitdial.calibrate.steps import Steps, find_rows, skipping, step_blocks
+from bitdial.calibrate.parts import Part, PartValues, find_parts
+from bitdial.calibrate.steps import Call, Row, Steps, find_rows, skipping, step_blocks
 from bitdial.calibrate.values import Environment, SteppedValues, Values, run
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
-from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_call import Batch, call, sample_count
+
+log = logging.getLogger(__name__)
 
 
 class Walk:
@@ -28,15 +33,27 @@ class Walk:
         self.samples = sum(_count(batch) for batch in inputs)
         self.blocks: list[Block] = []
         self.traced = False
+        self.parts: list[Part] = []
         try:
             self.blocks, self._starts = _traced(model, inputs)
             self.traced = True
         except ConfigError as problem:
-            steps, reason = _stepped(model, inputs)
+            rows, calls = find_rows(model, inputs[0])
+            parts = [] if rows else find_parts(model, inputs[0])
+            if any(len(block.layers) > 1 for part in parts for block in part.blocks):
+                self.parts, self.blocks = parts, [block for part in parts for block in part.blocks]
+                log.info("%s; it is calibrated part by part: %s", problem, ", ".join(part.name for part in parts))
+                return
+            steps, reason = _stepped(model, inputs, rows, calls)
             self.blocks, self._skips = steps.blocks, steps.skips
             if reason:
                 text = f"{problem}, and {reason}; it is calibrated layer by layer, which takes longer and finds less"
                 self.warnings.append(text)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether the nodes of blocks are those of a graph, which shows what reads what."""
+        return self.traced or bool(self.parts)
 
     def batches_of(self, samples: int) -> int:
         """How many of the first batches have `samples` samples together, or all of them."""
@@ -45,12 +62,13 @@ class Walk:
 
     def start(self) -> Values:
         """The values before the first block."""
+        if self.parts:
+            return PartValues(self.inputs, self.parts)
         return Values(self._starts) if self.traced else SteppedValues(self.inputs, self._skips)
 
 
 def _count(batch: Batch) -> int:
-    first = next(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-    return len(first) if first.dim() else 1
+    return sample_count(batch) or 1
 
 
 def _traced(model: nn.Module, inputs: list[Batch]) -> tuple[list[Block], list[Environment]]:
@@ -94,9 +112,10 @@ def _check_graph(model: nn.Module, blocks: list[Block], start: Environment, batc
         raise ConfigError("the model cannot be traced: its graph computes something else than the model")
 
 
-def _stepped(model: nn.Module, inputs: list[Batch]) -> tuple[Steps, str]:
-    """Blocks by the rows of like modules in `model`; or by layers, and why."""
-    rows, calls = find_rows(model, inputs[0])
+def _stepped(
+    model: nn.Module, inputs: list[Batch], rows: Sequence[Row], calls: Mapping[str, Call]
+) -> tuple[Steps, str]:
+    """Blocks by the `rows` of like modules in `model`; or by layers, and why."""
     if len({str(tree_structure(batch)) for batch in inputs}) > 1:
         reason = "its batches have different forms"
     elif not rows:
