@@ -28,7 +28,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.export.compressed_tensors import export_compressed_tensors
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
-    from bitdial.images import ImageBatches, ImageSettings
+    from bitdial.images import ImageBatches, ImageSettings, InstanceFolder
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
     from bitdial.live.kv_cache import quantized_cache
@@ -61,6 +61,7 @@ if _typing.TYPE_CHECKING:
         tokenize_text,
         train,
     )
+    from bitdial.train.average_precision import detection_metrics
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
     from bitdial.train.perplexity import perplexity, token_rows
 
@@ -77,6 +78,7 @@ __all__ = [
     "Ema",
     "ImageBatches",
     "ImageSettings",
+    "InstanceFolder",
     "JointStep",
     "QuantConfig",
     "Rule",
@@ -95,6 +97,7 @@ __all__ = [
     "candidates",
     "code_exact",
     "describe",
+    "detection_metrics",
     "evaluate",
     "evaluate_language",
     "evaluate_plans",
@@ -146,7 +149,7 @@ _load_when_asked(
         "bitdial.export.compressed_tensors": "export_compressed_tensors",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
-        "bitdial.images": "ImageBatches ImageSettings",
+        "bitdial.images": "ImageBatches ImageSettings InstanceFolder",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
         "bitdial.live.kv_cache": "quantized_cache",
@@ -164,6 +167,7 @@ _load_when_asked(
         "bitdial.sensitivity.result": "Sensitivity",
         "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TokenData "
         "TrainConfig joint_trainer load_checkpoint save_checkpoint tokenize_text train",
+        "bitdial.train.average_precision": "detection_metrics",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },

@@ -34,7 +34,8 @@ def test_scaling_keeps_both_together_and_sides_within_the_crop() -> None:
         assert image.shape[1:] == instances.shape
         assert max(instances.shape) <= 32
         assert ((255 * image[0]) - instances).abs().median() < 1.5, "most pixels are inside of an object"
-        assert 0 <= image.min() and image.max() <= 1
+        assert image.min() >= 0
+        assert image.max() <= 1
         sizes.add(tuple(instances.shape))
     assert len(sizes) > 5
 

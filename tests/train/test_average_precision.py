@@ -114,7 +114,7 @@ def test_without_any_object_the_precision_is_no_number() -> None:
 
 
 class Shaken(nn.Module):
-    """A detector whose boxes are moved by what a network adds to zeros: by how far its output is from that at 8 bits."""
+    """A detector whose boxes are moved where a network's output is far from that at 8 bits."""
 
     def __init__(self, network: nn.Module, x: Tensor):
         super().__init__()
@@ -148,7 +148,7 @@ def test_what_is_wrong_is_named() -> None:
         (TrainingError, r"of \(40, 40\) pixels were found, the target's are \(20, 20\)",
          lambda: measured([masked], [target(ONE) | {"instances": torch.ones(20, 20)}])),
         (TrainingError, r"masks of shape \(2, 1, 40, 40\)",
-         lambda: measured([mine | {"masks": torch.ones(2, 1, 40, 40)}], [target(ONE) | {"masks": torch.ones(1, 40, 40)}])),
+         lambda: measured([mine | {"masks": torch.ones(2, 1, 40, 40)}], [target(ONE) | {"masks": masked["masks"][0]}])),
         (TrainingError, "1 boxes has masks of shape",
          lambda: measured([masked], [target(ONE) | {"masks": torch.ones(2, 40, 40)}])),
         (QuantizationError, "the scores that the model found hold NaN",

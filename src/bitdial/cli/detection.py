@@ -30,7 +30,7 @@ COLUMNS = {"box_ap": "box AP", "box_ap50": "box AP50", "mask_ap": "mask AP", "ma
 # What --dry-run says where the command line does not.
 DRY_RUN: dict[str, Any] = {
     "model": "tiny_detector", "float_epochs": 40, "float_lr": 5e-3, "epochs": 8, "lr": 5e-4, "batch": 4, "crop": 64,
-    "calibration": 8,
+    "calibration": 8, "name": "dry-run",
 }  # fmt: skip
 
 
@@ -90,9 +90,7 @@ def run_eval(options: argparse.Namespace) -> None:
         names = [name for name in COLUMNS if name in found]
         rows.append([setting_label(setting), *(points_text(found[name]) for name in names)])
     show_table(str(options.file), ["setting", *(COLUMNS[name] for name in names)], rows)
-    print(
-        f"Average precision in points, up to {most} objects an image, on {len(images):,} images of {options.detection}"
-    )
+    print(f"Average precision in points on {len(images):,} images of {options.detection}, up to {most} objects each")
 
 
 def kind_of(artifact: Artifact, options: argparse.Namespace) -> DetectorKind:

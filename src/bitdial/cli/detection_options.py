@@ -78,7 +78,7 @@ def _images(group: argparse._ArgumentGroup) -> None:
         "--size",
         type=positive,
         metavar="PIXELS",
-        help="to which shorter sides are scaled, of torchvision (default: 640)",
+        help="shorter side that torchvision scales to (default: 640)",
     )
     group.add_argument("--crop", type=positive, metavar="PIXELS", help="largest side to train on (default: 768)")
     group.add_argument("--count", type=positive, metavar="N", help="images of each split, evenly spread (default: all)")
@@ -86,7 +86,7 @@ def _images(group: argparse._ArgumentGroup) -> None:
         "--calibration",
         type=positive,
         metavar="N",
-        help="images to start scales from, or to calibrate on (default: 64)",
+        help="images that scales start from, or calibration (default: 64)",
     )
     group.add_argument(
         "--max-detections", type=positive, metavar="N", help="objects of an image that count (default: 400)"
@@ -106,5 +106,5 @@ def eval_detection_options(command: argparse.ArgumentParser) -> None:
         "--max-detections",
         type=positive,
         metavar="N",
-        help="objects of an image that count (default: the file's, or 100)",
+        help="that count in an image (default: the file's, or 100)",
     )

@@ -69,7 +69,7 @@ def _eval_options(evaluate: argparse.ArgumentParser) -> None:
         type=bits_setting,
         action="append",
         metavar="B",
-        help=f"{BITS_HELP}; repeat for several (default: every width; with --images or --detection also every stored plan)",
+        help=f"{BITS_HELP}; repeat for several (default: every width; on images also every stored plan)",
     )
     _live_arguments(evaluate)
     eval_options(evaluate)

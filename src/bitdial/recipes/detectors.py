@@ -49,6 +49,11 @@ class DetectorKind(Config):
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            if (values := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(map(float, values)))
+
     def build(self, *, seed: int = 0) -> nn.Module:
         """The float detector, in eval mode, with values that `seed` decides."""
         library_name, sign, inner = self.name.partition(":")

@@ -14,6 +14,8 @@ from bitdial.report.numbers import by_bits, counted, format_bytes, width_name
 from bitdial.report.page import details, figure, remarks, write_report
 from bitdial.report.pictures import ADDED, BOTH, MISSED, SHOWN, Panel
 
+AP_NAMES = {"box_ap": "Box AP", "box_ap50": "Box AP50", "mask_ap": "Mask AP", "mask_ap50": "Mask AP50"}
+
 
 @dataclass(frozen=True)
 class Shots:
@@ -47,7 +49,9 @@ def detection_report(path: str | os.PathLike[str], result: Mapping[str, Any], sh
 def _summary(result: Mapping[str, Any], widths: Mapping[int, Any]) -> list[tuple[str, ...]]:
     level, separate = result["float"], by_bits(result["bytes"]["separate"])
     kinds = [kind for kind in ("box", "mask") if f"{kind}_ap" in level]
-    head = [text for kind in kinds for text in (f"{kind.capitalize()} AP", "Difference to float", f"{kind} AP50")]
+    head = [
+        text for kind in kinds for text in (AP_NAMES[f"{kind}_ap"], "Difference to float", AP_NAMES[f"{kind}_ap50"])
+    ]
     rows: list[tuple[str, ...]] = [("Setting", *head, "Bytes as a separate file")]
     whole = [text for k in kinds for text in (points_text(level[f"{k}_ap"]), "–", points_text(level[f"{k}_ap50"]))]
     rows.append(("float", *whole, f"{result['bytes']['float']:,}"))
@@ -102,11 +106,13 @@ def _figures(result: Mapping[str, Any], widths: Mapping[int, Any]) -> list[Eleme
     )
     found = [figure("Average precision by bit-width", text, charts.precision_by_bits(result["float"], widths))]
     parts = {name: errors for name, errors in result["parts"].items() if any(v is not None for v in errors.values())}
+    moved = "Training moves the weights, too, which is part of it. " if result["method"] == "trained" else ""
     if parts:
         caption = (
             "Each row is a part of the detector, and each mark in it a bit-width: how far the part's outputs are from "
             "the float model's, as the square of the difference over the square of the outputs. Every part is given "
-            f"what the float model gives it, so its error is its own. On {counted(result['compared_on'], 'image')}."
+            f"what the float model gives it, so its error is its own. {moved}"
+            f"On {counted(result['compared_on'], 'image')}."
         )
         found.append(figure("Error by part", caption, charts.errors_by_part(parts)))
     return found

@@ -54,9 +54,9 @@ def panel(name: str, image: Tensor, found: Found, reference: Found | None = None
         if "masks" in mine and bool(chosen.any()):
             canvas = _with_masks(canvas, mine["masks"][chosen], colour)
         for box in mine["boxes"][chosen]:
-            _outline(canvas, box * factor, colour)
+            _outline(canvas, box * factor, colour, thick=2)
     for box in missed:
-        _outline(canvas, box * factor, MISSED, thick=2)
+        _outline(canvas, box * factor, MISSED, thick=3)
     uri = picture_uri(canvas.round().to(torch.uint8))
     return Panel(name, uri, len(same), int((~same).sum()), len(missed))
 
@@ -104,7 +104,7 @@ def _with_masks(canvas: Tensor, masks: Tensor, colour: tuple[int, int, int]) -> 
     return torch.where(edges, paint.expand_as(canvas), canvas)
 
 
-def _outline(canvas: Tensor, box: Tensor, colour: tuple[int, int, int], *, thick: int = 1) -> None:
+def _outline(canvas: Tensor, box: Tensor, colour: tuple[int, int, int], *, thick: int) -> None:
     """Draw the edges of a box on `canvas`, in place."""
     height, width = canvas.shape[1:]
     left, right = (min(max(round(float(box[k])), 0), width - 1) for k in (0, 2))
