@@ -25,8 +25,8 @@ pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS: dict[str, Any] = {
-    "model": "tiny_detector", "bit_choices": (8, 2), "float_epochs": 25, "float_lr": 5e-3, "epochs": 2, "lr": 1e-3,
-    "batch": 4, "crop": 64, "calibration": 4, "evaluate_every": 1, "pictures": 1, "progress": False, "name": "tiny",
+    "model": "tiny_detector", "bit_choices": (8, 2), "float_epochs": 30, "float_lr": 5e-3, "epochs": 2, "lr": 1e-3,
+    "batch": 2, "crop": 64, "calibration": 4, "evaluate_every": 1, "pictures": 1, "progress": False, "name": "tiny",
 }  # fmt: skip
 
 
@@ -77,16 +77,17 @@ def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not(
         pass
 
     def stop(self: Any, run: Run) -> None:
-        if run.step == 1:
+        if run.step == 5:
             raise Stopped
 
     options = DetectorOptions(out=floats, data=data, checkpoint_every=1, **SETTINGS | {"name": "again"})
     told: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr("bitdial.recipes.detection._Watch.on_epoch", lambda self, run: stop(self, run), raising=True)
+        patch.setattr("bitdial.recipes.detection._Watch.on_step", stop)
         with pytest.raises(Stopped):
             detection(options)
     outcome = detection(options, tell=told.append)
+    assert "Going on from step 4 of 6" in told
     assert not any("in float" in line for line in told), "the float detector is that of the first run"
     whole, again = (read_artifact(floats / f"{name}.safetensors") for name in ("tiny", "again"))
     assert all(torch.equal(whole.tensors[name], again.tensors[name]) for name in whole.tensors)
@@ -118,7 +119,8 @@ def test_batches_go_by_seed_epoch_and_index_alone(data: Path) -> None:
     (sample,), (again,) = batches(5), batches(5)
     assert all(torch.equal(a, b) for a, b in zip(sample.inputs, again.inputs, strict=True))
     assert torch.equal(sample.index, again.index)
-    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(sample.inputs, batches(6)[0].inputs))
+    (other,) = batches(6)
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(sample.inputs, other.inputs, strict=True))
     for image, target in zip(sample.inputs, sample.targets, strict=True):
         assert target["masks"].shape == (len(target["boxes"]), *image.shape[1:])
         assert target["masks"].flatten(1).any(1).all()
