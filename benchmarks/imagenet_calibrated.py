@@ -6,8 +6,8 @@ The first DIR has safetensors files as tools/imagenet_weights.py writes them. Th
 and `dev` with images, and labels.json: {"dev": {file: class}}. Models are calibrated on the first folder and measured
 on the second, which nothing else looks at: top-1, agreement with the float model, and KL divergence from it.
 
-Efforts: 'none' is round to nearest with balanced scales, 'quick' and 'full' are those of CalibrateConfig. With --apart
-each width is prepared and calibrated by itself: what a file for all widths costs. First and last layers have 8 bits.
+Efforts: 'none' is round to nearest with balanced scales, the others are those of CalibrateConfig. With --apart each
+width is prepared and calibrated by itself: what a file for all widths costs. First and last layers have 8 bits.
 Rows go to results/imagenet-calibrated.json; those with the same settings are replaced.
 """
 
@@ -32,6 +32,7 @@ from bitdial import (
     save,
     set_bits,
 )
+from bitdial.calibrate.config import EFFORTS
 from bitdial.files.atomic import read_json, write_json
 from bitdial.images.settings import settings_of_weights
 from bitdial.models.by_name import model_by_name
@@ -62,13 +63,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--images", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--efforts", nargs="+", default=["none", "quick"], choices=["none", "quick", "full"])
+    parser.add_argument("--efforts", nargs="+", default=["none", "quick"], choices=["none", *EFFORTS])
     parser.add_argument("--bits", default="8,6,4,3", help="the widths of the file (default: 8,6,4,3)")
     parser.add_argument("--scheme", default="double_rounding")
     parser.add_argument("--group-size", type=int)
     parser.add_argument("--count", type=int, default=1000, help="images to calibrate on (default: 1000)")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--iterations", type=int, default=2000, help="of effort full, in each block (default: 2000)")
+    parser.add_argument("--iterations", type=int, help="in each block (default: 200 of medium, 2000 of full)")
     parser.add_argument("--activation-bits", type=int, help="of all widths (default: those of the weights)")
     parser.add_argument("--apart", action="store_true", help="each width by itself")
     parser.add_argument("--device", default="cpu")
@@ -97,16 +98,19 @@ def calibrated(model: nn.Module, images: ImageBatches, widths: tuple[int, ...], 
     )
     prepared = prepare(model, config, list(images.subset(TO_PREPARE))).eval()
     if effort != "none":
-        importance = {} if 8 in widths else {8: 1e-6}
-        settings = CalibrateConfig(
-            effort=effort,
-            activation_bits=options.activation_bits,
-            iterations=options.iterations,
-            importance=importance,
-            seed=options.seed,
-        )
-        calibrate(prepared, images, settings)
+        calibrate(prepared, images, settings_of(effort, widths, options))
     return prepared
+
+
+def settings_of(effort: str, widths: tuple[int, ...], options: Any) -> CalibrateConfig:
+    """How a file of `widths` is calibrated."""
+    return CalibrateConfig(
+        effort=effort,
+        activation_bits=options.activation_bits,
+        iterations=options.iterations,
+        importance={} if 8 in widths else {8: 1e-6},
+        seed=options.seed,
+    )
 
 
 def measure(prepared: nn.Module, model: nn.Module, widths: tuple[int, ...], dev: ImageBatches, options: Any) -> Row:
@@ -166,6 +170,7 @@ def main() -> None:
                 seconds += time.monotonic() - started
                 for key, values in measure(prepared, model, group, dev, options).items():
                     found[key] |= values
+            iterations = 0 if effort == "none" else settings_of(effort, widths, options).learning[0]
             row = {
                 "model": name,
                 "scheme": options.scheme,
@@ -175,7 +180,7 @@ def main() -> None:
                 "bit_choices": list(widths),
                 "activation_bits": options.activation_bits,
                 "apart": options.apart,
-                "iterations": options.iterations if effort == "full" else None,
+                "iterations": iterations or None,
                 "float_top1": level,
                 **found,
                 "dev_images": dev.size,

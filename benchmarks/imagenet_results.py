@@ -10,7 +10,7 @@ from result_rows import Cells, table
 
 Row = dict[str, Any]
 CALIBRATED, MIXED = "imagenet-calibrated.json", "imagenet-mixed.json"
-EFFORTS = {"none": "round to nearest", "quick": "quick", "full": "full"}
+EFFORTS = {"none": "round to nearest", "quick": "quick", "medium": "medium", "full": "full"}
 TEXT = """## Pretrained on ImageNet, calibrated
 
 Published weights, one file for all widths, no labels and no training pipeline: `calibrate` on other images of the same

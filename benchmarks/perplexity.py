@@ -39,6 +39,7 @@ from bitdial import (
     set_bits,
     token_rows,
 )
+from bitdial.calibrate.config import EFFORTS
 from bitdial.train.perplexity import read_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -167,12 +168,12 @@ def main() -> None:
     parser.add_argument(
         "--rotate", choices=("merged", "online"), nargs="?", const="merged", help="rotate first, see bitdial.rotate"
     )
-    parser.add_argument("--calibrate", choices=("quick", "full"), help="calibrate on the beginning of the text")
+    parser.add_argument("--calibrate", choices=EFFORTS, help="calibrate on the beginning of the text")
     parser.add_argument("--calibration-rows", type=int, default=16)
     parser.add_argument("--calibration-batch", type=int, default=4, help="rows that go through the model at a time")
     parser.add_argument("--importance", nargs="+", default=[], metavar="BITS=NUMBER", help="of widths, such as 8=0.5")
     parser.add_argument("--tolerance", type=float, default=CalibrateConfig.tolerance, help="see CalibrateConfig")
-    parser.add_argument("--iterations", type=int, default=CalibrateConfig.iterations, help="of --calibrate full")
+    parser.add_argument("--iterations", type=int, help="of --calibrate medium and full, in each block")
     parser.add_argument("--seed", type=int, default=0, help="of --calibrate full")
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--length", type=int, default=512)

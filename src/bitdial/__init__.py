@@ -38,7 +38,10 @@ if _typing.TYPE_CHECKING:
     from bitdial.models import build_model
     from bitdial.planning import candidates, evaluate_plans, measured_search, pareto_front, search
     from bitdial.planning.cost import measure_costs
+    from bitdial.planning.distance import relative_error
     from bitdial.prepare.config import QuantConfig, Rule
+    from bitdial.prepare.layer_outputs import LayerOutputs
+    from bitdial.prepare.own_losses import OwnLosses
     from bitdial.prepare.prepare import prepare
     from bitdial.prepare.rotate import rotate
     from bitdial.prepare.transitions import add_transitions
@@ -80,6 +83,8 @@ __all__ = [
     "ImageSettings",
     "InstanceFolder",
     "JointStep",
+    "LayerOutputs",
+    "OwnLosses",
     "QuantConfig",
     "Rule",
     "Sensitivity",
@@ -122,6 +127,7 @@ __all__ = [
     "read_artifact",
     "read_questions",
     "recalibrate_norms",
+    "relative_error",
     "resident_bytes",
     "rotate",
     "save",
@@ -159,7 +165,10 @@ _load_when_asked(
         "bitdial.models": "build_model",
         "bitdial.planning": "candidates evaluate_plans measured_search pareto_front search",
         "bitdial.planning.cost": "measure_costs",
+        "bitdial.planning.distance": "relative_error",
         "bitdial.prepare.config": "QuantConfig Rule",
+        "bitdial.prepare.layer_outputs": "LayerOutputs",
+        "bitdial.prepare.own_losses": "OwnLosses",
         "bitdial.prepare.prepare": "prepare",
         "bitdial.prepare.rotate": "rotate",
         "bitdial.prepare.transitions": "add_transitions",

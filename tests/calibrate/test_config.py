@@ -24,5 +24,9 @@ def test_settings_go_through_json_and_are_checked() -> None:
     }.items():
         with pytest.raises(ConfigError, match=name):
             CalibrateConfig(**{name: value})
+    efforts = [CalibrateConfig(effort=effort).learning for effort in ("quick", "medium", "full")]
+    assert efforts == [(0, 0), (200, 8), (2000, 32)]
+    assert CalibrateConfig(effort="medium", iterations=3).learning == (3, 8)
+    assert CalibrateConfig(iterations=3, batch_size=4).learning == (0, 0)
     with pytest.raises(ConfigError, match="unknown settings"):
         CalibrateConfig.from_dict({"labels": True})

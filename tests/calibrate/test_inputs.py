@@ -14,7 +14,7 @@ def test_batches_are_inputs_alone_and_finite() -> None:
         ([], "no batch"),
         ([x, torch.zeros(0, 3)], "batch 2 has no samples"),
         ([x, torch.zeros(40, dtype=torch.int64)], "batch 2 is torch.int64"),
-        ([[x]], "batch 1 is a list"),
+        (["x"], "batch 1 is a str"),
         ([()], "no samples"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -11,9 +11,13 @@ from bitdial.nn import QuantLayer
 
 from .conftest import BITS, images, mobile, prepared
 
+BITS_OF_SCALES = {str(bits) for bits in BITS}
 
-@pytest.mark.parametrize("scheme", ["double_rounding", "nested", "lsq"])
-def test_the_error_of_a_block_falls_and_weights_stay_near(scheme: str) -> None:
+
+@pytest.mark.parametrize(
+    ("scheme", "effort"), [("double_rounding", "full"), ("nested", "medium"), ("nested", "full"), ("lsq", "full")]
+)
+def test_the_error_of_a_block_falls_and_weights_stay_near(scheme: str, effort: str) -> None:
     x, model = images(128), prepared(mobile(), scheme=scheme, keep_first_last=8)
     walk, plain = Walk(model, list(x.split(32))), float_copy(model)
     settings = {bits: BitPlan(default=bits) for bits in BITS}
@@ -36,7 +40,7 @@ def test_the_error_of_a_block_falls_and_weights_stay_near(scheme: str) -> None:
         set_bits(model, bits)
         values[bits].advance(model, walk.blocks[0], lambda name, x: None)
     start, state = errors(), {n: v.clone() for n, v in model.state_dict().items()}
-    config = CalibrateConfig(effort="full", iterations=100, batch_size=32, reach=0.5)
+    config = CalibrateConfig(effort=effort, iterations=100, batch_size=32, reach=0.5)
     learning = Reconstruction(model, walk.blocks[1], settings, config, torch.Generator().manual_seed(0))
     steps = {n: step_of(m, 3) for n, m in model.named_modules() if n in walk.blocks[1].layers}
     told: list[dict[int, float]] = []
@@ -49,6 +53,11 @@ def test_the_error_of_a_block_falls_and_weights_stay_near(scheme: str) -> None:
     changed = {n for n, v in model.state_dict().items() if not torch.equal(v, state[n])}
     assert changed
     assert all(name.startswith("first.") for name in changed), "other blocks stay as they are"
+    kinds = {name.rpartition(".")[2] for name in changed}
+    assert kinds == {"weight", "bias", *BITS_OF_SCALES}, "norms of each width, scales of activations, weights of layers"
+    weights = {name for name in changed if name.removesuffix(".weight") in steps}
+    assert weights == ({f"{name}.weight" for name in steps} if effort == "full" else set())
+    assert all(parameter.requires_grad for parameter in model.parameters())
     for name, step in steps.items():
         layer = model.get_submodule(name)
         assert isinstance(layer, QuantLayer)
@@ -63,7 +72,7 @@ def test_a_layer_with_a_width_of_its_own_moves_by_its_own_steps() -> None:
     assert isinstance(layer, QuantLayer)
     blocks = Walk(model, [images(4)]).blocks
     settings = {bits: BitPlan(default=bits) for bits in BITS}
-    learning = Reconstruction(model, blocks[0], settings, CalibrateConfig(), torch.Generator())
+    learning = Reconstruction(model, blocks[0], settings, CalibrateConfig(effort="full"), torch.Generator())
     assert torch.equal(learning.weights[0].unit, step_of(layer, 8))
     assert torch.equal(step_of(layer, 4), 16 * step_of(layer, 8))
 

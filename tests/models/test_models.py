@@ -54,6 +54,7 @@ def scramble(model: nn.Module) -> None:
         ("cifar_resnet", 272_474),
         ("resnet56", 855_770),
         ("tiny_transformer", 120_706),
+        ("tiny_detector", 142_776),
     ],
 )
 def test_parameter_count(name: str, count: int) -> None:

@@ -125,7 +125,9 @@ class _Calibration:
             "correct_biases": "biases corrected",
         }
         steps += [text for name, text in names.items() if getattr(config, name)]
-        steps += [f"blocks reconstructed, {config.iterations} iterations each"] if config.effort == "full" else []
+        learned = "weights, norms and activation scales" if config.effort == "full" else "norms and activation scales"
+        iterations, _ = config.learning
+        steps += [f"{learned} learned, {iterations} iterations a block"] if iterations else []
         for warning in self.warnings:
             log.warning(warning)
         reports = file.read()
@@ -174,7 +176,7 @@ class _Calibration:
             after.weigh(block, self.layers[block.layers[-1]].kind.image_dims)
         if bare:
             self._correct_biases(block, means)
-        if self.config.effort == "full" and block.layers:
+        if self.config.effort != "quick" and block.layers:
             before = self._go_on(block, self._copies(), after, plain)
             self._learn(number, block, after, before, progress)
             plain = {}  # norms have been learned, too
@@ -242,7 +244,7 @@ class _Calibration:
         generator.manual_seed(self.config.seed * 1_000_003 + number)
 
         def report(iteration: int, errors: dict[int, float]) -> None:
-            progress.update(number + 0.999 * iteration / self.config.iterations, block.name, errors)
+            progress.update(number + 0.999 * iteration / self.config.learning[0], block.name, errors)
 
         learning = Reconstruction(self.model, block, self.settings, self.config, generator)
         parts = [self.model.get_submodule(name) for name in (*block.layers, *block.norms)]

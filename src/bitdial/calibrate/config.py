@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 from bitdial.config import Config, check_choice
 from bitdial.errors import ConfigError
 
-EFFORTS = ("quick", "full")
+EFFORTS = ("quick", "medium", "full")
+ITERATIONS = {"medium": 200, "full": 2000}
+BATCH_SIZES = {"medium": 8, "full": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig(Config):
     """What `calibrate` does. Each step can be left out.
 
-    effort             'quick': everything but reconstruction, minutes on a CPU; 'full': with it, for a GPU
+    effort             'quick': nothing is learned, minutes on a CPU; 'medium': each width's norms and activation scales
+                       learn, up to an hour on a CPU; 'full': weights learn too, for a GPU
     activation_bits    the width of activations at every width of the weights, such as 8, for mixed plans of weights;
                        None: that of the weights
     equalize           scale channels so that one activation scale suits them all, where that is expected to pay
@@ -20,8 +23,8 @@ class CalibrateConfig(Config):
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
     round_jointly      choose the code of each weight by the outputs of its layer at all widths, not the nearest
-    iterations         of reconstruction, in each block
-    batch_size         samples in each of them
+    iterations         of what is learned, in each block; None: 200 of 'medium', 2,000 of 'full'
+    batch_size         samples in each of them; None: 8 of 'medium', 32 of 'full'
     weight_rate        learning rate of weights, in steps of the lowest width
     scale_rate         learning rate of activation scales, relative to their size
     norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
@@ -40,8 +43,8 @@ class CalibrateConfig(Config):
     correct_norms: bool = True
     correct_biases: bool = True
     round_jointly: bool = True
-    iterations: int = 2000
-    batch_size: int = 32
+    iterations: int | None = None
+    batch_size: int | None = None
     weight_rate: float = 1e-2
     scale_rate: float = 1e-3
     norm_rate: float = 1e-2
@@ -58,7 +61,7 @@ class CalibrateConfig(Config):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("iterations", "batch_size"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
+            if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
         if self.activation_bits is not None and type(self.activation_bits) is not int:
             raise ConfigError(f"activation_bits={self.activation_bits!r} must be a width, such as 8, or None")
@@ -80,6 +83,13 @@ class CalibrateConfig(Config):
                     f"importance={self.importance!r} must give numbers of at least 0 to widths: {{8: 2.0}}"
                 )
         object.__setattr__(self, "importance", {bits: float(value) for bits, value in found.items()})
+
+    @property
+    def learning(self) -> tuple[int, int]:
+        """How many iterations a block learns, and of how many samples each; (0, 0) if nothing is learned."""
+        if self.effort == "quick":
+            return 0, 0
+        return self.iterations or ITERATIONS[self.effort], self.batch_size or BATCH_SIZES[self.effort]
 
     def importance_of(self, bits: int) -> float:
         """What the error at `bits` weighs in reconstruction."""

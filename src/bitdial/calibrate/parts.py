@@ -54,42 +54,46 @@ class _Call:
     out: Any
 
 
+CHOSEN = ""  # what a tensor carries that was taken from places which layers gave; no module has this name
+
+
 class _Choices(TorchFunctionMode):
-    """Follows what is computed from the outputs of layers, and what was taken from places that were."""
+    """Follows what is computed from the outputs of modules, by their names, and what was taken from such places."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made, self.chosen = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self.names = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        _, places = split_arguments(func, args, kwargs or {})
-        if self.any(places, self.made) or self.any((args, kwargs), self.chosen):
-            self.mark(out, self.chosen)
-        if self.any((args, kwargs), self.made):
-            self.mark(out, self.made)
+        names, places = self.of((args, kwargs)), split_arguments(func, args, kwargs or {})[1]
+        if names:
+            self.mark(out, names | {CHOSEN} if self.of(places) else names)
         return out
 
-    def any(self, values: object, table: WeakIdKeyDictionary) -> bool:
-        """Whether `table` has a tensor of `values`."""
-        return any(leaf in table for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    def of(self, values: object) -> frozenset[str]:
+        """The names that the tensors in `values` carry."""
+        found = [self.names.get(leaf, frozenset()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        return frozenset[str]().union(*found)
 
-    def mark(self, values: object, table: WeakIdKeyDictionary) -> None:
-        """Let `table` have the tensors in `values`."""
+    def mark(self, values: object, names: frozenset[str]) -> None:
+        """Let the tensors in `values` carry `names` too."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
-                table[leaf] = True
+                self.names[leaf] = names | self.names.get(leaf, frozenset())
 
 
 def find_parts(model: nn.Module, batch: Batch) -> list[Part]:
-    """The parts of `model`, in the order in which they first run on `batch`."""
+    """The parts of `model`, in the order in which they first run on `batch`; none if a module reads what it gave."""
     held = {n: m for n, m in model.named_modules() if n and any(_is_ours(inner) for inner in m.modules())}
-    calls, chosen = _record(model, held, batch)
+    calls, read = _record(model, held, batch)
+    if any(name in names for name, names in read.items()):
+        return []
     found: dict[str, Part] = {}
 
     def visit(name: str, module: nn.Module) -> None:
         if name in calls:
-            part = _part(model, name, calls[name], chosen=name in chosen)
+            part = _part(model, name, calls[name], chosen=CHOSEN in read[name])
             if part is not None:
                 found[name] = part
                 return
@@ -110,21 +114,19 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _record(
     model: nn.Module, modules: Mapping[str, nn.Module], batch: Batch
-) -> tuple[dict[str, list[_Call]], frozenset[str]]:
-    """The calls of `modules` in a pass over `batch`, and the names of those that read what was chosen."""
+) -> tuple[dict[str, list[_Call]], dict[str, frozenset[str]]]:
+    """The calls of `modules` in a pass over `batch`, and the names that what each reads carries."""
     calls: dict[str, list[_Call]] = {}
-    chosen: set[str] = set()
+    read: dict[str, frozenset[str]] = {}
     choices = _Choices()
 
     def before(name: str, args: Any, kwargs: Any) -> None:
         calls.setdefault(name, [])  # in the order in which they begin
-        if choices.any((args, kwargs), choices.chosen):
-            chosen.add(name)
+        read[name] = read.get(name, frozenset()) | choices.of((args, kwargs))
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         calls[name].append(_Call(_arguments(module, args, kwargs), out))
-        if isinstance(module, QuantLayer):
-            choices.mark(out, choices.made)
+        choices.mark(out, frozenset((name,)))
 
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -134,7 +136,7 @@ def _record(
             stack.callback(last.remove)
         with torch.no_grad(), choices:
             call(model, batch)
-    return calls, frozenset(chosen)
+    return calls, read
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

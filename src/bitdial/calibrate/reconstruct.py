@@ -1,9 +1,9 @@
-"""Learn the weights of one block so that its output is the float model's, at all widths at once. No labels.
+"""Learn what one block has, so that its output is the float model's, at all widths at once. No labels.
 
 One code serves all widths, so it is not enough to learn whether a weight is rounded up or down: that moves the highest
 width by one step and the lowest by none. Instead the float weight itself moves, by up to `reach` steps of the lowest
-width, with gradients straight through the rounding. Activation scales and the norms of each width are learned with it.
-The loss is
+width, with gradients straight through the rounding. Activation scales and the norms of each width are learned with it;
+with effort 'medium' they alone, and all codes stay as they are. The loss is
 
     sum over widths of importance * log(error + tolerance),    error = |out - float out|^2 / |float out|^2
 
@@ -73,9 +73,8 @@ class Reconstruction:
         modules = {model.get_submodule(name): bits for name, bits in lowest.items()}
         self.layers = {layer: bits for layer, bits in modules.items() if isinstance(layer, QuantLayer)}
         reach = config.reach
-        self.weights = [
-            Learned(layer.weight, step_of(layer, bits), -reach, reach) for layer, bits in self.layers.items()
-        ]
+        moving = self.layers.items() if config.effort == "full" else ()
+        self.weights = [Learned(layer.weight, step_of(layer, bits), -reach, reach) for layer, bits in moving]
         self.scales = [Learned(scale, scale.detach().clone(), _LEAST_SCALE - 1) for scale in self._act_scales()]
         norms = [p for name in block.norms for p in model.get_submodule(name).parameters()]
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
@@ -96,13 +95,14 @@ class Reconstruction:
         reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
         mixable = plain.is_mixable(reads) and after.is_mixable(nodes)
         samples = sum(len(batch[nodes[0]]) for batch in after.batches) if mixable else len(after.batches)
+        iterations, batch_size = config.learning
         weights: Any = {node: torch.cat(each) if mixable else each for node, each in after.weights.items()}
-        with self._dropping():
-            for iteration in range(config.iterations):
+        with self._dropping(), self._only_learned():
+            for iteration in range(iterations):
                 for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * iteration / config.iterations))
+                    group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * iteration / iterations))
                 chosen: Any = torch.randperm(samples, generator=self.generator, device=self.generator.device)
-                chosen = chosen[: config.batch_size] if mixable else int(chosen[0])
+                chosen = chosen[:batch_size] if mixable else int(chosen[0])
                 given, wanted = plain.take(reads, chosen), after.take(nodes, chosen)
                 counts = {node: weights[node][chosen] if node in weights else 1.0 for node in nodes}
                 errors = {}
@@ -116,7 +116,7 @@ class Reconstruction:
                 self._take_gradients()
                 optimizer.step()
                 self._move()
-                if (iteration + 1) % _EVERY == 0 or iteration + 1 == config.iterations:
+                if (iteration + 1) % _EVERY == 0 or iteration + 1 == iterations:
                     self._tell(iteration + 1, errors, report)
 
     def _tell(self, iteration: int, errors: Mapping[int, Tensor], report: Report) -> None:
@@ -159,6 +159,19 @@ class Reconstruction:
         words.random_(-(2**63), None, generator=self.generator)
         most = max(round(256 * self.config.drop), 1) - 1
         return (words.view(torch.uint8)[: like.numel()] <= most).view(like.shape)
+
+    @contextmanager
+    def _only_learned(self) -> Iterator[None]:
+        """Let no other parameter of the block's layers have a gradient: it would be computed for nothing."""
+        learned = {id(one.parameter) for one in self.learned}
+        others = [p for layer in self.layers for p in layer.parameters() if id(p) not in learned and p.requires_grad]
+        try:
+            for parameter in others:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:

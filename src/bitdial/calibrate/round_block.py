@@ -89,9 +89,9 @@ class BlockRounding:
             if not can_round(self.model.get_submodule(name)):
                 continue
             if names.count(name) > 1:
-                if name not in self.shared:
+                if name not in self.shared and _runs_side_by_side(self.block, name):
+                    self.shared.add(name)
                     found.append([name])
-                self.shared.add(name)
                 before = None
                 continue
             if x is before:
@@ -165,6 +165,18 @@ class BlockRounding:
         stored = (best.reshape(shape) + least).to(torch.int8)
         made = bf.weight_of_codes(stored, scale, bits=high, scheme=quantizer.scheme)
         layer.weight.copy_(kind.from_rows(layer, made))
+
+
+def _runs_side_by_side(block: Block, name: str) -> bool:
+    """Whether no call of the layer `name` in `block` reads what another gave, as on the levels of a pyramid."""
+    calls = [node for node in block.nodes if node.op == "call_module" and node.target == name]
+    behind = set(calls)
+    for node in block.nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            if node in calls:
+                return False
+            behind.add(node)
+    return len(calls) > 1
 
 
 def product_of(first: Tensor, second: Tensor) -> Tensor:

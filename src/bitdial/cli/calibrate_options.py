@@ -33,10 +33,12 @@ def calibrate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--count", type=positive, default=1000, metavar="N", help="images to use (default: 1000)")
     command.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images at a time (default: 32)")
     command.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where to calibrate (default: cpu)")
-    command.add_argument("--effort", choices=EFFORTS, default="quick", help="minutes, or longer (default: quick)")
+    command.add_argument(
+        "--effort", choices=EFFORTS, default="quick", help="the more, the longer, the better (default: quick)"
+    )
     command.add_argument("--activation-bits", type=int, metavar="B", help="of all widths (default: the weights')")
-    command.add_argument("--iterations", type=int, default=2000, help="of --effort full, in each block (default: 2000)")
-    command.add_argument("--seed", type=seed, default=0, help="of what --effort full draws (default: 0)")
+    command.add_argument("--iterations", type=int, help="in each block (default: 200 of medium, 2000 of full)")
+    command.add_argument("--seed", type=seed, default=0, help="of what medium and full draw (default: 0)")
     scales = command.add_argument_group("quantisation")
     scales.add_argument(
         "--bits", type=bit_list, default=(8, 6, 4, 3), metavar="8,6,4,3", help="widths, descending (default: 8,6,4,3)"

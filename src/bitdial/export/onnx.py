@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial._version import __version__
-from bitdial.dial.dial import at_bits, dialled_layers, get_bits
+from bitdial.dial.dial import at_bits, dialled_layers, get_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, ExportError, MissingDependencyError
 from bitdial.export.onnx_layers import BITS, INPUT, LAYER, PART, WEIGHT, traceable_copy
@@ -54,6 +54,7 @@ def export_onnx(
     opset: int | None = None,
     dynamic_batch: bool = True,
     dynamic_axes: Axes | None = None,
+    part: str | None = None,
 ) -> OnnxExport:
     """Write the live `model` (from `load`) as an ONNX file that runs at one setting; `model` is left as it is.
 
@@ -65,15 +66,18 @@ def export_onnx(
     `dynamic_batch`, dimension 0 of every input is free; `dynamic_axes` frees others: `{"input_ids": {1: "sequence"}}`.
 
     Inputs have the names of the forward's arguments, outputs their keys. What is no tensor, such as
-    a decoder's cache, is left out, and a warning says so.
+    a decoder's cache, is left out, and a warning says so. `part` names a module of the model, such as a detector's
+    "backbone": the file is of that alone, and `sample` is what it takes.
     """
     _need_packages()
-    layers = _live_layers(model)
+    layers = {name: layer for name, layer in _live_layers(model).items() if _is_inside(name, part)}
+    if not layers:
+        raise ConfigError(f"part={part!r} names no module of the model with quantised layers in it")
     with at_bits(model, get_bits(model) if bits is None else bits):
         opset = _opset(opset, {layer.weight_bits for layer in layers.values()})
-        returned = try_sample(model, sample)
+        returned = try_sample(_module(model if part is None else unwrap(model), part), sample)
         setting = get_bits(model)
-        traceable = traceable_copy(model, opset)
+        traceable = _module(traceable_copy(model, opset), part)
         scheme = next(iter(layers.values())).codes.scheme
     inputs = bind(traceable, sample, dynamic_batch=dynamic_batch, dynamic_axes=dynamic_axes)
     onnx_model = translate(trace(traceable, inputs), opset, inputs)
@@ -93,6 +97,14 @@ def _need_packages() -> None:
         import onnxscript  # noqa: F401
     except ImportError as problem:
         raise MissingDependencyError.missing("onnx", problem.name or "onnx") from problem
+
+
+def _is_inside(name: str, part: str | None) -> bool:
+    return part is None or name.startswith(f"{part}.")
+
+
+def _module(model: nn.Module, part: str | None) -> nn.Module:
+    return model if part is None else model.get_submodule(part)
 
 
 def _live_layers(model: nn.Module) -> dict[str, LiveLayer]:

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from bitdial.dial.dial import dialled_layers, set_bits
 from bitdial.dial.plan import BitPlan, shortened
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.prepare.model_call import INPUTS_ALONE, Batch, call, evaluating
-from bitdial.prepare.model_output import Output, selected
+from bitdial.prepare.layer_outputs import compared
+from bitdial.prepare.model_call import INPUTS_ALONE, Batch, evaluating, sample_count, sample_lists
+from bitdial.prepare.model_output import Output
 
 Distance = Callable[[Any, Any], Any]  # (output, the reference's output) of a batch -> a number, the mean of its samples
 OWN_DISTANCE = (
@@ -25,6 +27,20 @@ def kl_divergence(output: Tensor, reference: Tensor) -> float:
     _check_logits(output, reference)
     found, wanted = (F.log_softmax(logits.double(), dim=1) for logits in (output, reference))
     return float(F.kl_div(found, wanted, reduction="batchmean", log_target=True))
+
+
+def relative_error(output: Any, reference: Any) -> float:
+    """|output - reference|^2 / |reference|^2, of several tensors the mean of each one's; for outputs of any shape."""
+    pairs = list(zip(tree_leaves(output), tree_leaves(reference), strict=False))
+    shapes = [[tuple(one.shape) for one in tree_leaves(each) if isinstance(one, Tensor)] for each in (output, reference)]
+    if shapes[0] != shapes[1] or not shapes[0]:
+        raise ConfigError(
+            f"the outputs to compare are of shapes {shapes[0]!s:.80} and {shapes[1]!s:.80}. What a detector keeps "
+            "differs from setting to setting: compare what its predictors put out, output=LayerOutputs('head.classes')"
+        )
+    found = [(x.double(), y.double()) for x, y in pairs if isinstance(x, Tensor)]
+    errors = [(x - y).square().sum() / y.square().sum().clamp_min(1e-30) for x, y in found]
+    return float(sum(errors)) / len(errors)
 
 
 class OutputDistance:
@@ -67,7 +83,7 @@ class OutputDistance:
         set_bits(self.model, plan)
         total = []
         for number, (batch, size, wanted) in enumerate(zip(self.batches, self.sizes, self.wanted, strict=True), 1):
-            found = selected(call(self.model, batch), self.output)
+            found = compared(self.model, batch, self.output)
             _check_finite(found, f"the model's output on batch {number} at {plan!r:.200}")
             total.append(size * self._number(found, wanted))
         return math.fsum(total) / self.samples
@@ -101,7 +117,7 @@ class OutputDistance:
         return "the given outputs", list(reference)
 
     def _kept(self, model: nn.Module, batch: Batch) -> Any:
-        found = selected(call(model, batch), self.output)
+        found = compared(model, batch, self.output)
         return found.clone() if isinstance(found, Tensor) else found  # a model may use its memory again
 
     def _number(self, found: Any, wanted: Any) -> float:
@@ -137,12 +153,15 @@ def _check_logits(output: Any, reference: Any) -> None:
 
 
 def _check_finite(value: Any, what: str) -> None:
-    if isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all()):
-        raise QuantizationError(f"{what} holds NaN or infinity; check the inputs and the model")
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            raise QuantizationError(f"{what} holds NaN or infinity; check the inputs and the model")
 
 
 def _samples(batch: Any, number: int) -> int:
-    """The length of the first tensor in a batch."""
+    """The length of the first tensor in a batch, or that of a list of images."""
+    if sample_lists(batch) and (count := sample_count(batch)):
+        return count
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else [batch]
     first = next((part for part in parts if isinstance(part, Tensor)), None)
     if first is None or first.dim() == 0:

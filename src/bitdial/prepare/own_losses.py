@@ -16,7 +16,7 @@ class OwnLosses:
     """The loss of a model that computes its own, as detectors do: `train(..., loss=OwnLosses())`.
 
     In training mode such a model is called with inputs and targets, and returns a dict of losses, each one number. The
-    loss is their sum; `weights` multiply some of them, such as {"loss_masks": 2.0}.
+    loss is their sum; `weights` multiply some of them, such as {"loss_masks": 2.0}, and 0 leaves one out.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -39,7 +39,10 @@ class OwnLosses:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise TrainingError(f"OwnLosses: {name!r} is {what}; each loss must be one number")
-        return {name: value.reshape(()) * self.weights.get(name, 1.0) for name, value in returned.items()}
+        counted = {name: value for name, value in returned.items() if self.weights.get(name, 1.0) > 0}
+        if not counted:
+            raise TrainingError(f"OwnLosses: weights={dict(self.weights)} leave out every loss; let one count")
+        return {name: value.reshape(()) * self.weights.get(name, 1.0) for name, value in counted.items()}
 
     def __call__(self, returned: Any, targets: Any) -> Tensor:
         """The sum of the parts; the model has seen the targets."""

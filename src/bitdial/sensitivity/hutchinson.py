@@ -34,11 +34,13 @@ from torch.utils._pytree import tree_leaves
 from bitdial.dial.dial import is_live, set_bits, unwrap
 from bitdial.errors import ConfigError
 from bitdial.nn import ActivationSite, QuantLayer
+from bitdial.nn.decompose import DECOMPOSED
 from bitdial.nn.stand_in import keep_attributes
 from bitdial.nn.swap import swap_modules
 from bitdial.prepare.labels import classes_of, find_odd_label, ignored_label, label_problem, pairs
-from bitdial.prepare.model_call import Batch, call
+from bitdial.prepare.model_call import Batch, call, sample_count, sample_lists
 from bitdial.prepare.model_output import Output, selected
+from bitdial.prepare.own_losses import OwnLosses, with_targets
 from bitdial.sensitivity.grouped_conv import GroupsAtOnce
 from bitdial.sensitivity.result import LayerSensitivity, Sensitivity, check_count
 
@@ -65,7 +67,8 @@ def hessian_trace(
     """Estimate the trace of the loss's Hessian in each quantised layer's weight; `model` is left as it is.
 
     `batches` are (inputs, targets), about 1,000 training samples in all; `loss(output, targets)` is the mean over a
-    batch and has two derivatives; `output` selects a part of what the model returns, as in training. A prepared model
+    batch and has two derivatives; `output` selects a part of what the model returns, as in training, and OwnLosses() is
+    for a model that returns its losses. A prepared model
     runs without its quantizers, on its float weights and with the norms of its highest width, in eval mode: the Hessian
     of a rounded function says nothing. Of a float model, name the `layers`. Layers that share a weight are taken apart,
     each with the trace of its own use.
@@ -81,6 +84,8 @@ def hessian_trace(
         raise ConfigError(f"generator={generator!r} must be a torch.Generator: torch.Generator().manual_seed(0)")
     data = _Data(list(pairs(batches)), loss, output)
     view, weights = _float_copy(model, layers)
+    if isinstance(loss, OwnLosses):
+        _ask_for_losses(view)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     forms: dict[str, list[float]] = {name: [] for name in weights}
     active, taken = dict(weights), 0
@@ -175,7 +180,7 @@ class _Data:
         return found
 
     def _checked_loss(self, view: nn.Module, number: int, inputs: Batch, targets: Any) -> Tensor:
-        output = selected(call(view, inputs), self.output)
+        output = selected(call(view, with_targets(inputs, targets, self.loss)), self.output)
         ignored, classes = ignored_label(self.loss), classes_of(output)
         if ignored is not None and classes and (odd := find_odd_label(targets, classes, ignored)) is not None:
             raise ConfigError(f"batch {number}: {label_problem(odd, classes)}")
@@ -244,7 +249,15 @@ def _check_forms(name: str, forms: list[float], slope: Tensor | None) -> None:
         )
 
 
+def _ask_for_losses(view: nn.Module) -> None:
+    """Put the modules of `view` that are made of others in training mode, in place; norms and dropout stay in eval."""
+    for module in view.modules():
+        module.training = any(True for _ in module.children()) and not isinstance(module, DECOMPOSED)
+
+
 def _samples(number: int, inputs: Batch, targets: Any) -> int:
+    if sample_lists(inputs) and (count := sample_count(inputs)):
+        return count
     tensors = [leaf for leaf in tree_leaves((targets, inputs)) if isinstance(leaf, Tensor) and leaf.dim()]
     if not tensors or len(tensors[0]) == 0:
         raise ConfigError(f"batch {number} is empty: neither its targets nor its inputs hold a sample")

@@ -14,6 +14,7 @@ from bitdial.dial.dial import at_bits, resolve_plan, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits, listed
 from bitdial.errors import ConfigError, QuantizationError, TrainingError
 from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn.frozen_norm import FrozenNorm2d
 from bitdial.prepare.labels import label_problem, pairs
 from bitdial.prepare.measure import Measure, Measured, take_measure
 from bitdial.prepare.model_call import INPUTS_ALONE, Batch, call, evaluating
@@ -109,7 +110,7 @@ def recalibrate_norms(
     hundred samples loses accuracy by itself.
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. A tensor or dict by itself
-    is one batch. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
+    is one batch. Frozen norms of detectors stay as they are in an average. Settings in a list take turns, batch by batch, and a set that several of them use averages all that it
     sees. Only the sets that are used change; weights, scales and other sets stay. After an error all statistics are
     what they were. Use it for settings that were not trained, or seldom: plans, or weight bits that differ from
     activation bits; with batches as in training, augmented if they were.
@@ -128,6 +129,8 @@ def recalibrate_norms(
     for setting in settings:
         with at_bits(model, setting):
             norms |= _norms_in_use(model)
+    if not norms:
+        raise TrainingError("all switchable norms of the model are frozen; method='difference' corrects their statistics")
     with at_bits(model, settings[0]), evaluating(model), _averaging(norms):
         for number, batch in enumerate(itertools.chain([first], several), start=1):
             _check_inputs(batch, number, first)
@@ -148,7 +151,7 @@ def _norms_in_use(model: nn.Module) -> dict[nn.Module, str]:
     norms = {n: m for n, m in modules.items() if isinstance(m, SwitchableBatchNorm)}
     if not norms:
         raise TrainingError("the model has no switchable batch norm to recalibrate")
-    return {norm.active: name for name, norm in norms.items()}
+    return {norm.active: name for name, norm in norms.items() if not isinstance(norm.active, FrozenNorm2d)}
 
 
 @contextmanager

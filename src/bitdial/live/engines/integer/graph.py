@@ -128,9 +128,13 @@ class _Tracer(ThreadTracer):
     """Does not look into bitdial's layers and norms, nor into those of PyTorch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, LiveLayer | SwitchableBatchNorm | Norm | FixedPointLayer | FixedPointPool | DECOMPOSED)
-        ours = ours or type(m).__module__ == "bitdial.live.engines.exact"
-        return ours or super().is_leaf_module(m, module_qualified_name)
+        return is_leaf(m) or super().is_leaf_module(m, module_qualified_name)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether `module` is one of bitdial's, into which no graph looks."""
+    ours = isinstance(module, LiveLayer | SwitchableBatchNorm | Norm | FixedPointLayer | FixedPointPool | DECOMPOSED)
+    return ours or type(module).__module__ == "bitdial.live.engines.exact"
 
 
 def fuse(model: nn.Module) -> nn.Module:

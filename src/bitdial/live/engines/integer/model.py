@@ -11,7 +11,7 @@ from bitdial.dial.dial import SWITCHBOARD
 from bitdial.errors import QuantizationError
 from bitdial.live.engines.exact import run_exactly
 from bitdial.live.engines.integer.convert import to_integer
-from bitdial.live.engines.integer.graph import fuse
+from bitdial.live.engines.integer.parts import fuse_model
 from bitdial.live.plain import plain_copy
 
 
@@ -29,7 +29,7 @@ class IntegerModel(nn.Module):
         exact = run_exactly(plain_copy(model) if copy else model)
         to_integer(exact)
         self._orig_mod = exact.requires_grad_(False)
-        self._fused = (fuse(exact),)  # not a submodule: it shares those of the model
+        self._fused = (fuse_model(exact),)  # not a submodule: it shares those of the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model."""
@@ -58,7 +58,7 @@ class IntegerModel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         getattr(self._orig_mod, SWITCHBOARD).rebind()  # where operands have been moved
-        self._fused = (fuse(self._orig_mod),)  # tensors that it holds itself have moved
+        self._fused = (fuse_model(self._orig_mod),)  # tensors that it holds itself have moved
         return self
 
 
