@@ -75,6 +75,7 @@ LIBRARIES: dict[str, Callable[[str, int | None], nn.Module]] = {"torchvision": _
 
 
 def library(package: str, module: str) -> Any:
+    """A module of an optional `package`, imported; MissingDependencyError if it is not there or cannot be imported."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as problem:

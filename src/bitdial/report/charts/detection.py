@@ -1,7 +1,7 @@
 """Figures of a detector: average precision by width, and the error of its parts."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from xml.etree.ElementTree import Element
 
 from bitdial.errors import ConfigError
@@ -67,12 +67,10 @@ def drop_text(value: float | None, level: float | None) -> str:
     """'−1.3 points', or a dash where one of both is no number."""
     if not _is_number(value) or not _is_number(level):
         return "–"
-    assert value is not None
-    assert level is not None
     return f"{round(100 * (value - level), 1) + 0.0:+.1f} points".replace("-", "−")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and value == value
 
 
