@@ -55,6 +55,14 @@ class IntegerModel(nn.Module):
                 raise
             return getattr(self._orig_mod, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the model has is set there, such as a detector's threshold of scores."""
+        inner = vars(self).get("_modules", {}).get("_orig_mod")
+        if inner is not None and name in vars(inner) and name not in vars(self):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         getattr(self._orig_mod, SWITCHBOARD).rebind()  # where operands have been moved

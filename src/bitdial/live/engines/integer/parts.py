@@ -18,15 +18,41 @@ def fuse_model(model: nn.Module) -> nn.Module:
     fused = fuse(model)
     if fused is not model:
         return fused
-    names: list[str] = []
-    made = _with_fused_parts(model, "", names)
-    if names:
-        log.info("layers run in fused calls inside %s", ", ".join(names))
-    return made if names else model
+    parts = FusedParts(model)
+    if parts.names:
+        log.info("layers run in fused calls inside %s", ", ".join(parts.names))
+    return parts if parts.names else model
 
 
-def _with_fused_parts(module: nn.Module, name: str, names: list[str]) -> nn.Module:
-    """`module`, or one like it in which the outermost modules that can be fused are; `names` gets theirs."""
+class FusedParts(nn.Module):
+    """Calls `model` with fused nodes in `names`, its outermost modules where that can be.
+
+    The modules around these are copies that share the tensors; before a call they take the attributes that the model's
+    own have now, such as a threshold of scores.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.names: list[str] = []
+        self._around: list[tuple[nn.Module, nn.Module]] = []  # a copy, and the module of the model
+        self._made = (_with_fused_parts(model, "", self.names, self._around),)  # not a submodule: it shares those
+
+    @property
+    def made(self) -> nn.Module:
+        """What is called."""
+        return self._made[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model."""
+        for made, module in self._around:
+            vars(made).update({key: value for key, value in vars(module).items() if key != "_modules"})
+        return self.made(*args, **kwargs)
+
+
+def _with_fused_parts(
+    module: nn.Module, name: str, names: list[str], around: list[tuple[nn.Module, nn.Module]]
+) -> nn.Module:
+    """`module`, or one like it with fused modules inside; `names` gets theirs, `around` the copies."""
     new: dict[str, nn.Module] = {}
     for key, child in module.named_children():
         inside = f"{name}.{key}" if name else key
@@ -36,18 +62,19 @@ def _with_fused_parts(module: nn.Module, name: str, names: list[str]) -> nn.Modu
         if graph is not child:
             new[key] = _calling(child, graph)
             names.append(inside)
-        elif (made := _with_fused_parts(child, inside, names)) is not child:
-            new[key] = made
+        elif (other := _with_fused_parts(child, inside, names, around)) is not child:
+            new[key] = other
     if not new:
         return module
-    made = copy.copy(module)
+    made: nn.Module = copy.copy(module)
     vars(made)["_modules"] = {**module._modules, **new}
+    around.append((made, module))
     return made
 
 
 def _calling(module: nn.Module, graph: nn.Module) -> nn.Module:
     """One like `module`, with its attributes, that computes by `graph`."""
-    made = copy.copy(module)
+    made: nn.Module = copy.copy(module)
     vars(made)["forward"] = graph.__call__  # not an attribute of nn.Module, which would make the graph a submodule
     return made
 
