@@ -48,6 +48,7 @@ PUBLIC = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
     "get_bits",
@@ -74,6 +75,7 @@ PUBLIC = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -91,6 +93,7 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "transformers",
+    "gguf",
     "tensorboard",
     "PIL",
 )

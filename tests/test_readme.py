@@ -169,6 +169,13 @@ def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
     assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
 
 
+def test_the_page_on_drafts_runs(in_tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    names = run("docs/speculation.md")
+    assert names["text"].shape == (1, 32)
+    assert names["fast"].statistics.tokens == 20
+
+
 def test_the_page_on_evaluating_language_models_runs(in_tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     scores = run("docs/evaluating-language-models.md")["scores"]

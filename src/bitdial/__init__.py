@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.errors import BitdialError
     from bitdial.export import export_onnx, onnx_session_options
     from bitdial.export.compressed_tensors import export_compressed_tensors
+    from bitdial.export.gguf import export_gguf
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
     from bitdial.images import ImageBatches, ImageSettings, InstanceFolder
@@ -34,6 +35,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.live.kv_cache import quantized_cache
     from bitdial.live.load import load, load_trainable
     from bitdial.live.memory import resident_bytes
+    from bitdial.live.speculation import speculate
     from bitdial.live.views import view_at_bits
     from bitdial.models import build_model
     from bitdial.planning import candidates, evaluate_plans, measured_search, pareto_front, search
@@ -107,6 +109,7 @@ __all__ = [
     "evaluate_language",
     "evaluate_plans",
     "export_compressed_tensors",
+    "export_gguf",
     "export_onnx",
     "export_pretrained",
     "get_bits",
@@ -134,6 +137,7 @@ __all__ = [
     "save_checkpoint",
     "search",
     "set_bits",
+    "speculate",
     "token_rows",
     "tokenize_text",
     "train",
@@ -153,6 +157,7 @@ _load_when_asked(
         "bitdial.errors": "BitdialError",
         "bitdial.export": "export_onnx onnx_session_options",
         "bitdial.export.compressed_tensors": "export_compressed_tensors",
+        "bitdial.export.gguf": "export_gguf",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
         "bitdial.images": "ImageBatches ImageSettings InstanceFolder",
@@ -162,6 +167,7 @@ _load_when_asked(
         "bitdial.live.views": "view_at_bits",
         "bitdial.live.load": "load load_trainable",
         "bitdial.live.memory": "resident_bytes",
+        "bitdial.live.speculation": "speculate",
         "bitdial.models": "build_model",
         "bitdial.planning": "candidates evaluate_plans measured_search pareto_front search",
         "bitdial.planning.cost": "measure_costs",

@@ -64,7 +64,7 @@ def test_only_a_training_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 BARE = """
 import sys
-for name in ("rich", "matplotlib", "sklearn", "highspy", "onnx", "onnxscript", "onnxruntime", "transformers"):
+for name in ("rich", "matplotlib", "sklearn", "highspy", "onnx", "onnxscript", "onnxruntime", "transformers", "gguf"):
     sys.modules[name] = None
 from bitdial.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -91,6 +91,7 @@ def test_inspect_works_in_a_bare_install(file: Path) -> None:
         (["demo", "--mixed", "--out", "OUT"], "search"),
         (["train", "digits", "--out", "OUT"], "demo"),
         (["export", "FILE", "--onnx", "OUT"], "onnx"),
+        (["export", "FILE", "--gguf", "OUT", "--model", "OUT", "--bits", "4"], "gguf"),
         (["eval", "FILE", "--images", "OUT"], "images"),
     ],
     ids=str,
@@ -102,7 +103,8 @@ def test_what_lacks_is_named_by_its_extra(
     words: list[str],
     extra: str,
 ) -> None:
-    for name in ("rich", "matplotlib", "sklearn", "sklearn.datasets", "highspy", "onnx", "onnxscript", "PIL.Image"):
+    absent = ("rich", "matplotlib", "sklearn", "sklearn.datasets", "highspy", "onnx", "onnxscript", "PIL.Image", "gguf")
+    for name in absent:
         monkeypatch.setitem(sys.modules, name, None)
     places = {"FILE": str(file), "OUT": str(file.parent / "out")}
     assert main([places.get(word, word) for word in words]) == 1

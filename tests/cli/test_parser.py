@@ -180,7 +180,7 @@ def test_help_imports_no_torch() -> None:
         ("search x --input 3xx2", "argument --input: '3xx2' is not a shape such as 3x32x32", "search"),
         ("eval x --mean 1,2", "argument --mean: '1,2' is not three numbers with commas", "eval"),
         ("eval x --resize -1", "argument --resize: '-1' is not a whole number of at least 1", "eval"),
-        ("export x", "one of the arguments --onnx --hf --compressed-tensors is required", "export"),
+        ("export x", "one of the arguments --onnx --hf --compressed-tensors --gguf is required", "export"),
     ],
 )
 def test_wrong_usage_is_said_in_two_lines(

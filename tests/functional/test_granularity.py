@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import numpy as np
@@ -192,6 +193,27 @@ def test_every_multiplier_comes_back() -> None:
         found, multipliers = bf.split_scale(scale)
         assert torch.equal(multipliers, every.expand(len(rows), -1))
         torch.testing.assert_close(found, rows, rtol=2e-7, atol=0)
+
+
+def test_half_rows_have_seven_bits_and_make_every_scale_a_half() -> None:
+    scale = rand(40, 6, seed=3) * 10.0 ** -torch.arange(4).repeat(10)[:, None] + 1e-4
+    rows, multipliers = bf.split_scale(scale, half=True)
+    for r, row in enumerate(rows.tolist()):
+        exponent = Fraction(2) ** (math.frexp(row)[1] - 7)
+        assert (Fraction(row) / exponent).denominator == 1, "seven significant bits"
+        whole = np.float32(scale[r].max()) / np.float32(bf.MOST_MULTIPLIER)
+        assert abs(Fraction(row) - Fraction(float(whole))) <= exponent / 2, "the nearest"
+    assert bf.has_half_rows(rows)
+    assert not bf.has_half_rows(bf.split_scale(scale)[0])
+    assert bool((multipliers.amax(dim=1) == bf.MOST_MULTIPLIER).all())
+    joined = bf.two_level(scale, half=True)
+    assert torch.equal(joined, bf.join_scale(rows, multipliers))
+    assert torch.equal(joined.half().float(), joined)
+    for half in (True, False):  # what was split once stays, also where 'half' is not said again
+        assert torch.equal(bf.two_level(joined, half=half), joined)
+        above = bf.two_level_above(scale, half=half)
+        assert bool((above >= scale * (1 - 1e-6)).all())
+        assert torch.equal(bf.two_level(above, half=half), above)
 
 
 def test_the_gradient_goes_straight_through() -> None:

@@ -31,7 +31,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"scheme": scheme, "group_scales": kind, "activations": activations}
     for scheme in ("double_rounding", "nested", "nested+8", "centred", "truncate", "adabits")
     for kind, activations in (("integer", "auto"), ("integer", "float"), ("float", "float"))
-]
+] + [{"scheme": "nested", "group_scales": "half", "activations": "auto"}]
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -85,6 +85,8 @@ def test_trained_file_and_live_model_agree_on_every_code_and_output(tmp_path: Pa
                 assert torch.equal(codes, layer.weight_quantizer.codes(layer.weight_rows(), bits))
         if artifact.scheme != "adabits":
             again = load_trainable(artifact, network(1)).eval()
+            for layer in layers_of(again).values():
+                assert layer.weight_quantizer.group_scales == config["group_scales"]
             for bits in WIDTHS:
                 set_bits(again, bits)
                 set_bits(model, bits)

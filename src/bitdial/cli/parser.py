@@ -115,7 +115,16 @@ def _export_options(export: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="a folder in the format of compressed-tensors to write, which vLLM loads: weights only, --bits 8 or 4",
     )
-    export.add_argument("--model", type=Path, metavar="DIR", help="of folders: that of the float model")
+    target.add_argument(
+        "--gguf", type=Path, metavar="OUT", help="a GGUF file to write, which llama.cpp runs: weights only, one setting"
+    )
+    export.add_argument("--model", type=Path, metavar="DIR", help="the float model's folder; for all but --onnx")
+    export.add_argument(
+        "--exact", action="store_const", const=True, help="of --gguf: refuse to round scales to 16 bits"
+    )
+    export.add_argument(
+        "--no-tokenizer", action="store_const", const=True, help="of --gguf: without one, for token ids only"
+    )
     export.add_argument("--bits", type=bits_setting, metavar="B", help=f"{BITS_HELP} (default: the highest width)")
     export.add_argument(
         "--input", type=shape, metavar="3x32x32", help="shape of one input (default: that of the file's recipe)"

@@ -11,6 +11,7 @@ from bitdial.files.lock import sole_writer
 
 ARTIFACT = "the artifact"
 FOLDERS = ("--hf", "--compressed-tensors")
+EXAMPLES = {"--onnx": "model.onnx", "--gguf": "model.gguf"}
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def writing(options: argparse.Namespace, places: Mapping[str, Path | None]) -> I
         if name in FOLDERS:
             check_folder(name, path)
         else:
-            check_target(name, path, "model.onnx" if name == "--onnx" else "file.json")
+            check_target(name, path, EXAMPLES.get(name, "file.json"))
         for other, there in (known | wanted).items():
             if other != name and path.resolve() == there.resolve():
                 raise ConfigError(f"{name} {path}: this is {other} too; choose another place")

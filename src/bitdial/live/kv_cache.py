@@ -26,10 +26,16 @@ def quantized_cache(model: nn.Module) -> Any:
         from transformers.cache_utils import Cache, DynamicLayer
     except ImportError as problem:
         raise MissingDependencyError.missing("hf", "transformers") from problem
-    _check_attention(model)
+    check_full_attention(
+        model,
+        "a quantised cache is for attention to all past tokens",
+        "leave past_key_values out, so that the model makes its own cache",
+    )
 
     class QuantizedLayer(DynamicLayer):  # type: ignore[misc]  # it has no types
         """The keys and values of one layer as rows of int8."""
+
+        keeps_each_token = True  # as it came: speculative decoding can take tokens back
 
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
             self.dtype, self.device = key_states.dtype, key_states.device
@@ -61,8 +67,8 @@ def from_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale.contiguous().view(torch.float32)).to(dtype)
 
 
-def _check_attention(model: nn.Module) -> None:
-    """Refuse a model that keeps something else than all past tokens."""
+def check_full_attention(model: nn.Module, why: str, way_out: str) -> None:
+    """Refuse a model that keeps something else than all past tokens; the error says `why`, and the `way_out`."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ConfigError(f"the model is a {type(model).__name__} without a config; give a decoder of transformers")
@@ -70,7 +76,4 @@ def _check_attention(model: nn.Module) -> None:
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     kinds = getattr(config, "layer_types", None) or [window]
     if odd := [kind for kind in kinds if kind != "full_attention"]:
-        raise ConfigError(
-            f"a layer of the model has {odd[0]!r}, and a quantised cache is for attention to all past tokens; leave "
-            "past_key_values out, so that the model makes its own cache"
-        )
+        raise ConfigError(f"a layer of the model has {odd[0]!r}, and {why}; {way_out}")

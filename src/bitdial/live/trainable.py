@@ -35,7 +35,8 @@ def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
             f"layer {owner!r}: {artifact.scheme} takes its scales from the weights, and scales of two levels do not "
             "come out as they were; train on from a checkpoint, or from a file with group_scales='float'"
         )
-    if two_levels and not torch.equal(bf.two_level(scale), scale):
+    half = two_levels and bf.has_half_rows(artifact.row_scale(owner))
+    if two_levels and not torch.equal(bf.two_level(scale, half=half), scale):
         raise ArtifactError(
             f"layer {owner!r}: no multiplier of a row in 'group_scale' is {bf.MOST_MULTIPLIER}, as it is in files of "
             "bitdial; the file runs, but training would not go on from its codes"
@@ -46,7 +47,7 @@ def _weight_quantizer(artifact: Artifact, owner: str) -> WeightQuantizer:
         scheme=artifact.scheme,
         ties=artifact.manifest["ties"],
         scale_shape=tuple(scale.shape),
-        group_scales="integer" if two_levels else "float",
+        group_scales="half" if half else "integer" if two_levels else "float",
     )
 
 

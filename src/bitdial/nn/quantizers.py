@@ -22,7 +22,8 @@ class WeightQuantizer(nn.Module):
     derive it from the weight.
 
     A scale (rows, groups) belongs to groups of inputs. With `group_scales` 'integer' it is used as the nearest scale of
-    two levels, a number per row times a whole number per group; 'float' uses it as it is.
+    two levels, a number per row times a whole number per group; with 'half' the row's has 7 significant bits; 'float'
+    uses it as it is.
 
     `scale_gradient` 'printed' leaves the factor 2^shift out of the shared scale's gradient, as the paper's text does.
     """
@@ -41,7 +42,7 @@ class WeightQuantizer(nn.Module):
         super().__init__()
         self.bit_choices, self.scheme, self.ties, self.scale_shape = bit_choices, scheme, ties, scale_shape
         self.group_scales, self.scale_gradient = group_scales, scale_gradient
-        self.two_levels = bf.has_groups(scale_shape) and group_scales == "integer"
+        self.two_levels = bf.has_groups(scale_shape) and group_scales != "float"
         self.rule = bf.scheme_of(scheme)
         if self.rule.shares_scale:
             self.scale = nn.Parameter(scales[bit_choices[0]].clone())
@@ -66,7 +67,7 @@ class WeightQuantizer(nn.Module):
         scale = self.learned_scale(bits)
         if scale is None:
             scale = bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
-        return bf.two_level(scale) if self.two_levels else scale
+        return bf.two_level(scale, half=self.group_scales == "half") if self.two_levels else scale
 
     @property
     def learns_row_scales(self) -> bool:

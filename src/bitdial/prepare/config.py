@@ -69,7 +69,8 @@ class QuantConfig(Config):
     group_size       a weight scale for each group of that many inputs of an output channel, such as 32; None: no
                      groups. A layer of no more inputs has a scale per channel
     group_scales     'integer': a group's scale is a whole number from 1 to 15 times that of its channel, so that
-                     integer kernels can add up whole channels; 'float': any number, for float activations only
+                     integer kernels can add up whole channels; 'half': also, a channel's has 7 significant bits, so
+                     that all are exact in 16 bits (GGUF); 'float': any number, for float activations only
     activations      'auto' (unsigned where calibration sees no negative value, else signed), a kind, or 'float'.
                      The kind 'dynamic' is for Linear layers: each token has a scale of its own, made at run time
     attention        the products q k^T and p v of nn.MultiheadAttention: 'float', or 'quantized' (queries, keys and

@@ -47,8 +47,8 @@ def weight_scales(
     if rule.shares_scale:
         used = widths if fixed_bits is None else (fixed_bits,)
         scale = _weight_scale(rows, largest, widths[0], used, config, counts).reshape(shape)
-        if config.start == "max" and bf.has_groups(shape) and config.group_scales == "integer":
-            scale = bf.two_level_above(scale)
+        if config.start == "max" and bf.has_groups(shape) and config.group_scales != "float":
+            scale = bf.two_level_above(scale, half=config.group_scales == "half")
         return {widths[0]: scale}
     if rule.has_scale_per_width:
         return {b: _weight_scale(rows, largest, b, (b,), config, counts).reshape(shape) for b in widths}
