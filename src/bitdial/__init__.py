@@ -31,7 +31,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.export.gguf import export_gguf
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
-    from bitdial.images import ImageBatches, ImageSettings
+    from bitdial.images import ImageBatches, ImageSettings, InstanceFolder
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.engines.exact import code_exact
     from bitdial.live.grow import grow
@@ -69,6 +69,7 @@ if _typing.TYPE_CHECKING:
         tokenize_text,
         train,
     )
+    from bitdial.train.average_precision import detection_metrics
     from bitdial.train.evaluate import accuracy, batched, evaluate, recalibrate_norms
     from bitdial.train.perplexity import perplexity, token_rows
 
@@ -85,6 +86,7 @@ __all__ = [
     "Ema",
     "ImageBatches",
     "ImageSettings",
+    "InstanceFolder",
     "JointStep",
     "LayerOutputs",
     "OwnLosses",
@@ -105,6 +107,7 @@ __all__ = [
     "candidates",
     "code_exact",
     "describe",
+    "detection_metrics",
     "evaluate",
     "evaluate_language",
     "evaluate_plans",
@@ -163,7 +166,7 @@ _load_when_asked(
         "bitdial.export.gguf": "export_gguf",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
-        "bitdial.images": "ImageBatches ImageSettings",
+        "bitdial.images": "ImageBatches ImageSettings InstanceFolder",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.engines.exact": "code_exact",
         "bitdial.live.grow": "grow",
@@ -186,6 +189,7 @@ _load_when_asked(
         "bitdial.sensitivity.result": "Sensitivity",
         "bitdial.train": "ArrayData Callback CsvLog EarlyStopping Ema JointStep Shift TensorBoard TokenData "
         "TrainConfig joint_trainer load_checkpoint save_checkpoint tokenize_text train",
+        "bitdial.train.average_precision": "detection_metrics",
         "bitdial.train.evaluate": "accuracy batched evaluate recalibrate_norms",
         "bitdial.train.perplexity": "perplexity token_rows",
     },

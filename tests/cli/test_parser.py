@@ -13,6 +13,7 @@ from bitdial import recipes
 from bitdial.cli import (
     calibrate,
     calibrate_options,
+    detection_options,
     export,
     image_options,
     language_options,
@@ -30,6 +31,7 @@ from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
 from bitdial.prepare.config import SCALE_GRADIENTS, STARTS
 from bitdial.recipes import RecipeOptions
+from bitdial.recipes.detector_options import METHODS, DetectorOptions
 from bitdial.recipes.llm_options import LlmOptions
 from bitdial.train.alrs import READINGS
 from bitdial.train.config import DISTILLATIONS, OPTIMIZERS, SAMPLINGS, SCALE_STATES, UPDATES
@@ -112,6 +114,27 @@ def test_options_of_train_llm_are_those_of_the_recipe() -> None:
             assert found[1] == text, name
             said += 1
     assert said >= 13
+
+
+def test_options_of_train_nuclei_maskrcnn_are_those_of_the_recipe() -> None:
+    """Every option but --dry-run has a field, every field but two an option; defaults that the help names are its."""
+    fields = {f.name: f for f in dataclasses.fields(DetectorOptions)}
+    detector: Any = parser_of("train").apart["nuclei-maskrcnn"]  # type: ignore[attr-defined]
+    options = {a.dest: a for a in detector._actions if a.dest not in ("help", "dry_run")}
+    assert set(fields) - set(options) == {"command", "progress"}
+    assert set(options) <= set(fields)
+    assert detection_options.METHODS == METHODS
+    said = 0
+    for name, action in options.items():
+        found: Any = re.search(r"\(default: ([\w.,:-]+)\)", action.help)
+        default = fields[name].default
+        if found and default and default is not dataclasses.MISSING:
+            text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert found[1] == text, name
+            said += 1
+    assert said >= 18
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["train", "nuclei-maskrcnn", "--out", "x"])  # neither --data nor --dry-run
 
 
 LIGHT = """

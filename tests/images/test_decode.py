@@ -1,5 +1,6 @@
 """From files of every kind to the pixels that people see."""
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.images import ImageSettings
-from bitdial.images.decode import cut_out, decode, open_image
+from bitdial.images.decode import cut_out, decode, open_image, picture_uri
 
 Image = pytest.importorskip("PIL.Image")
 Write = Callable[..., Path]
@@ -134,3 +135,14 @@ def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, writ
     monkeypatch.setitem(__import__("sys").modules, "PIL.Image", None)
     with pytest.raises(MissingDependencyError, match=r"pillow is not installed; .*bitdial\[images\]"):
         decode(path, WHOLE)
+
+
+def test_pictures_for_pages_come_back(tmp_path: Path) -> None:
+    pixels = torch.zeros(3, 16, 24, dtype=torch.uint8)
+    pixels[0, :, 8:] = 200
+    kind, _, data = picture_uri(pixels).partition(",")
+    assert kind == "data:image/jpeg;base64"
+    (tmp_path / "a.jpg").write_bytes(base64.b64decode(data))
+    again = torch.from_numpy(np.array(open_image(tmp_path / "a.jpg")).transpose(2, 0, 1))
+    assert again.shape == pixels.shape
+    assert (again.int() - pixels.int()).abs().max() < 12

@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from bitdial.cli.detection_options import DETECTOR
 from bitdial.cli.llm_options import LLM
 from bitdial.cli.parser import build_parser
 from bitdial.cli.usage import printable
@@ -15,7 +16,7 @@ from bitdial.errors import BitdialError, ConfigError
 
 RESUMED = ("train", "calibrate")  # commands that go on from what was saved
 # Commands whose inputs are so much of their usage that what is wrong with them is 2.
-ANSWERED_AS_USAGE = ("calibrate", "eval-llm", f"train {LLM}")
+ANSWERED_AS_USAGE = ("calibrate", "eval-llm", f"train {LLM}", f"train {DETECTOR}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ConfigError as problem:
-        command = f"train {LLM}" if getattr(options, "recipe", None) == LLM else options.action
+        recipe = getattr(options, "recipe", None)
+        command = f"train {recipe}" if recipe in (LLM, DETECTOR) else options.action
         if command not in ANSWERED_AS_USAGE:
             return _explain(problem)
         name = f"bitdial {command}"

@@ -7,7 +7,7 @@ import time
 import torch
 
 from bitdial.artifact import read_artifact
-from bitdial.cli import images
+from bitdial.cli import detection, images
 from bitdial.cli.arguments import resolve_setting
 from bitdial.cli.data import accuracy_on, recipe_of, test_data
 from bitdial.cli.tables import setting_label, show_table
@@ -19,6 +19,13 @@ from bitdial.recipes import TEST_DATA
 
 def run_eval(options: argparse.Namespace) -> None:
     """The command `eval`."""
+    if options.detection is not None:
+        if given := detection.unused(options) + images.given_settings(options):
+            raise ConfigError(f"--{given[0]} is for classifiers, and --detection for detectors; leave one of them out")
+        detection.run_eval(options)
+        return
+    if options.max_detections is not None:
+        raise ConfigError("--max-detections is for detectors; give --detection DIR too, or leave it out")
     if options.images is not None:
         if options.data is not None:
             raise ConfigError("--data and --images are different data; give one of them")

@@ -6,6 +6,7 @@ from pathlib import Path
 from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
 from bitdial.cli.calibrate_options import calibrate_options
+from bitdial.cli.detection_options import DETECTOR, detector_parser, eval_detection_options
 from bitdial.cli.image_options import eval_options
 from bitdial.cli.language_options import eval_llm_options
 from bitdial.cli.llm_options import LLM, llm_parser
@@ -28,7 +29,10 @@ def build_parser() -> argparse.ArgumentParser:
     _demo_options(commands.add_parser("demo", help="the whole path on embedded data, in about a minute"))
     train = commands.add_parser("train", help="run a training recipe; run it again to resume")
     train_options(train)
-    train.apart = {LLM: llm_parser(f"{train.prog} {LLM}")}
+    train.apart = {
+        LLM: llm_parser(f"{train.prog} {LLM}"),
+        DETECTOR: detector_parser(f"{train.prog} {DETECTOR}"),
+    }
     calibrate_options(
         commands.add_parser("calibrate", help="a pretrained model at every width, from images without labels")
     )
@@ -68,10 +72,11 @@ def _eval_options(evaluate: argparse.ArgumentParser) -> None:
         type=bits_setting,
         action="append",
         metavar="B",
-        help=f"{BITS_HELP}; repeat for several (default: every width; with --images also every stored plan)",
+        help=f"{BITS_HELP}; repeat for several (default: every width; on images also every stored plan)",
     )
     _live_arguments(evaluate)
     eval_options(evaluate)
+    eval_detection_options(evaluate)
 
 
 def _inspect_options(inspect: argparse.ArgumentParser) -> None:

@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from bitdial.cli import train_llm
+from bitdial.cli import detection, train_llm
+from bitdial.cli.detection_options import DETECTOR
 from bitdial.cli.llm_options import LLM
 from bitdial.cli.tables import percent, show_table, stored_accuracies
 from bitdial.recipes import RECIPES, RecipeOptions
@@ -19,6 +20,9 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.recipe == LLM:
         train_llm.run(options)
+        return
+    if options.recipe == DETECTOR:
+        detection.run_train(options)
         return
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(RecipeOptions) if f.name in options}
     try:

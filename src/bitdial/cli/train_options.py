@@ -37,7 +37,7 @@ def train_options(train: argparse.ArgumentParser) -> None:
         "recipe",
         choices=RECIPES,
         metavar="RECIPE",
-        help=f"{', '.join(RECIPES)}; or llm, which has options of its own: bitdial train llm --help",
+        help=f"{', '.join(RECIPES)}; or llm or nuclei-maskrcnn, with options of their own: bitdial train llm --help",
     )
     train.add_argument("--out", type=Path, required=True, help="folder for the artifact, and checkpoints until then")
     train.add_argument("--replace", action="store_true", help="train again although the artifact is there")

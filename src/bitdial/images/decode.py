@@ -1,13 +1,16 @@
-"""One image file to pixels. The only file that imports Pillow; the extra is `images`.
+"""One image file to pixels, and pixels to a picture. The only file that imports Pillow; the extra is `images`.
 
 Whatever the file is (grey, palette, CMYK, with alpha, 16 bits, turned by its EXIF entry), the pixels are 8-bit RGB, as
 people see them. Alpha is dropped, as training pipelines do. An EXIF entry that is damaged is ignored.
 """
 
+import base64
+import io
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,6 +53,42 @@ def decode(path: Path, settings: ImageSettings) -> tuple[Tensor, bool]:
 
 def open_image(path: Path) -> "Image":
     """The image at `path` as Pillow has it, 8-bit RGB, upright; ConfigError names a file that cannot be read so."""
+    with _opened(path) as file:
+        return _eight_bit_rgb(file, path)
+
+
+def read_numbers(path: Path) -> Any:
+    """The whole numbers in an image of one channel, int32 (height, width), as they are stored; else ConfigError."""
+    with _opened(path) as file:
+        numbers, kind = np.array(file), file.mode
+    if numbers.ndim != 2 or numbers.dtype.kind not in "iub":
+        raise ConfigError(f"{path} has pixels of the mode {kind}; one channel of whole numbers is wanted, 8 or 16 bits")
+    if int(numbers.min()) < 0:
+        raise ConfigError(f"{path} has negative numbers; the objects of a map are 1 to n, and 0 is none")
+    return numbers.astype(np.int32)
+
+
+def picture_uri(pixels: Tensor) -> str:
+    """uint8 pixels (3, height, width) as a picture that a page can hold: a data URI, JPEG."""
+    require_pillow()
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy()).save(written, "JPEG", quality=88, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def write_picture(path: Path, values: Any) -> None:
+    """Write an array to `path`: uint8 (height, width, 3), or uint8 or uint16 (height, width)."""
+    require_pillow()
+    from PIL import Image
+
+    Image.fromarray(values).save(path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The image at `path` as Pillow has it; ConfigError names a file that cannot be read."""
     require_pillow()
     from PIL import Image
 
@@ -58,7 +97,7 @@ def open_image(path: Path) -> "Image":
             warnings.simplefilter("ignore")  # of odd metadata, and of sizes below the limit that is an error
             with Image.open(path) as file:
                 file.load()
-                return _eight_bit_rgb(file, path)
+                yield file
     except ConfigError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as problem:

@@ -57,7 +57,7 @@ def _own(name: str, weights: WeightsMetadata | None, classes: int | None) -> nn.
 
 def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classifier of torchvision; its other models would download a backbone."""
-    models = _library("torchvision", "torchvision.models")
+    models = library("torchvision", "torchvision.models")
     known = models.list_models(module=models)
     if name not in known:
         raise ConfigError(f"torchvision has no classification model {name!r}{_guess(name, known)}")
@@ -65,7 +65,7 @@ def _torchvision(name: str, classes: int | None) -> nn.Module:
 
 
 def _timm(name: str, classes: int | None) -> nn.Module:
-    timm = _library("timm", "timm")
+    timm = library("timm", "timm")
     if not timm.is_model(name):
         raise ConfigError(f"timm has no model {name!r}{_guess(name, timm.list_models())}")
     return timm.create_model(name, pretrained=False, **({} if classes is None else {"num_classes": classes}))
@@ -74,7 +74,8 @@ def _timm(name: str, classes: int | None) -> nn.Module:
 LIBRARIES: dict[str, Callable[[str, int | None], nn.Module]] = {"torchvision": _torchvision, "timm": _timm}
 
 
-def _library(package: str, module: str) -> Any:
+def library(package: str, module: str) -> Any:
+    """A module of an optional `package`, imported; MissingDependencyError if it is not there or cannot be imported."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as problem:

@@ -26,11 +26,13 @@ SCRIPT = Path(__file__).with_name("page.js")
 def write_report(path: str | os.PathLike[str], *, title: str, lead: str = "", body: Sequence[Element] = ()) -> None:
     """Write one self-contained HTML page to `path`, atomically; BitdialError if that fails.
 
-    `lead` stands below the title, then `body`. Its one script is page.js: the page's policy lets no other run.
+    `lead` stands below the title, then `body`. Its one script is page.js: the page's policy lets no other run, and
+    pictures only where `body` has some, inside the page.
     """
     style, script = (file.read_text(encoding="utf-8") for file in (STYLE, SCRIPT))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    images = "img-src data:; " if any(part.find(".//img") is not None for part in body) else ""
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; {images}script-src 'sha256-{digest}'"
     head = element(
         "head",
         element("meta", charset="utf-8"),

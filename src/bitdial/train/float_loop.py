@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +12,9 @@ from torch import Tensor, nn
 
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.files.container import read_container, write_container
-from bitdial.train import ArrayData, StepReport
+from bitdial.train import StepReport
 from bitdial.train.checkpoint import differences
-from bitdial.train.data import Sample
+from bitdial.train.data import ArrayData, Sample, TrainingData
 from bitdial.train.gpu.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
@@ -25,10 +26,12 @@ FLOAT_BITS = 32
 SAVE_EVERY = 10  # seconds, at the end of an epoch; epochs of small networks take less than writing to a slow disk
 UNFINISHED = "unfinished float"
 
+BatchLoss = Callable[[nn.Module, Sample], Tensor]  # (model in training mode, batch) -> its loss
+
 
 def train_float(
     model: nn.Module,
-    data: ArrayData,
+    data: ArrayData | TrainingData,
     *,
     epochs: int,
     lr: float,
@@ -36,28 +39,33 @@ def train_float(
     optimizer: str = "adam",
     checkpoint: Path | None = None,
     autocast: str | None = None,
+    batch_loss: BatchLoss | None = None,
+    clip_norm: float | None = None,
     progress: bool = True,
 ) -> None:
     """Train `model` in place with a cosine schedule, and leave it in eval mode.
 
     On a GPU the step runs through fused kernels and as a CUDA graph, as in joint training. With `checkpoint`, the
     trained weights are kept there; if the file is there already, they are taken from it. Until then the run saves
-    itself beside it every few epochs, on SIGTERM and Ctrl-C, and goes on from what it finds there.
+    itself beside it every few epochs, on SIGTERM and Ctrl-C, and goes on from what it finds there. `batch_loss` is for
+    models and data of any form; without it the loss is cross-entropy. Such steps run as they are written.
     """
-    settings = {
+    settings: dict[str, Any] = {
         "epochs": epochs,
         "lr": lr,
         "weight_decay": weight_decay,
         "optimizer": optimizer,
-        "seed": data.seed,
+        "seed": getattr(data, "seed", None),
         "samples": data.samples,
-        "batch_size": data.batch_size,
+        "batch_size": getattr(data, "batch_size", None),
         "autocast": autocast,
     }
+    if clip_norm is not None:
+        settings["clip_norm"] = clip_norm
     if checkpoint is not None and checkpoint.exists():
         _take_finished(checkpoint, model, settings)
         return
-    run = _FloatRun(model, data, settings, checkpoint)
+    run = _FloatRun(model, data, settings, checkpoint, batch_loss)
     run.resume()
     model.train()
     due = time.monotonic() + SAVE_EVERY
@@ -81,12 +89,20 @@ def train_float(
 class _FloatRun:
     """A float training: its state, one step of it, and how it is kept. `number` steps of `total` are taken."""
 
-    def __init__(self, model: nn.Module, data: ArrayData, settings: dict[str, Any], checkpoint: Path | None):
-        self.model, self.settings, self.checkpoint = model, settings, checkpoint
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TrainingData,
+        settings: dict[str, Any],
+        checkpoint: Path | None,
+        batch_loss: BatchLoss | None,
+    ):
+        self.model, self.settings, self.checkpoint, self.batch_loss = model, settings, checkpoint, batch_loss
         self.device = next(model.parameters()).device
         rates = {"lr": settings["lr"], "weight_decay": settings["weight_decay"]}
-        self.optimizer = make_optimizer(settings["optimizer"], list(model.parameters()), **rates)
-        self.fast = FastModel(model, fused=self.device.type == "cuda")
+        self.learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(settings["optimizer"], self.learned, **rates)
+        self.fast = FastModel(model, fused=self.device.type == "cuda" and batch_loss is None)
         self.graphs = StepGraphs()
         self.number, self.total = 0, settings["epochs"] * len(data)
         self.loss = torch.zeros((), device=self.device)  # of the last step
@@ -102,9 +118,12 @@ class _FloatRun:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
         inputs, targets = batch.inputs, batch.targets
-        assert isinstance(inputs, Tensor)
-        on_gpu = self.device.type == "cuda"
-        loss = self.graphs.run(self._update, inputs, targets) if on_gpu else self._update(inputs, targets)
+        if self.batch_loss is not None:
+            loss: Any = self._own_update(batch, self.batch_loss)
+        else:
+            assert isinstance(inputs, Tensor)
+            on_gpu = self.device.type == "cuda"
+            loss = self.graphs.run(self._update, inputs, targets) if on_gpu else self._update(inputs, targets)
         self.loss.copy_(cast(Tensor, loss))
         self.number += 1
         return self.loss
@@ -115,6 +134,17 @@ class _FloatRun:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["autocast"] is not None):
             loss = F.cross_entropy(self.fast(inputs), targets)
         self.fast.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _own_update(self, batch: Sample, batch_loss: BatchLoss) -> Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings["autocast"] is not None):
+            loss = batch_loss(self.model, batch)
+        loss.backward()
+        if (limit := self.settings.get("clip_norm")) is not None:
+            nn.utils.clip_grad_norm_(self.learned, limit)
         self.optimizer.step()
         return loss.detach()
 

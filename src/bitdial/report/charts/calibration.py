@@ -22,21 +22,21 @@ def agreement_by_bits(agreement: Mapping[Any, float], samples: Samples) -> Chart
     return shares_by_setting(title, ("agreement", "equal"), marks, samples)
 
 
-def errors_by_block(blocks: Sequence[Mapping[str, Any]]) -> Chart:
+def errors_by_block(blocks: Sequence[Mapping[str, Any]], *, what: str = "block") -> Chart:
     """The error of each block's outputs at each width, after calibration and before, on a logarithmic axis.
 
     A block has `name`, and `error` and `error_before` by width, where None stands for what is no number;
-    `error_before` may be empty.
+    `error_before` may be empty. `what` is the word for a block.
     """
     if not blocks:
-        raise ConfigError("there is no block to draw; pass the blocks of a calibration")
+        raise ConfigError(f"there is no {what} to draw; pass the {what}s of the model")
     widths = list(by_bits(blocks[0]["error"]))
     drawn = [value for one in blocks for key in ("error", "error_before") for value in one[key].values()]
     above = [value for value in drawn if value is not None and value > 0]
     title = _title(blocks, widths[-1])
     pitch = 30 + LINE * len(widths)
     plot = Plot(title, pitch * len(blocks), log_scale(above) if above else Scale(0, 1))
-    plot.x_axis("relative error of the block's outputs", top=True)
+    plot.x_axis(f"relative error of the {what}'s outputs", top=True)
     for row, one in enumerate(blocks):
         plot.text(shortened(one["name"]), "0", pitch * row + 16)
         for place, bits in enumerate(widths):
@@ -45,7 +45,9 @@ def errors_by_block(blocks: Sequence[Mapping[str, Any]]) -> Chart:
     before = any(one["error_before"] for one in blocks)
     keys += [("quiet-key", "M-7 0H7M7-4V4", "from where it was before its weights were learned")] if before else []
     columns = {"error_before": ", before", "error": ", calibrated"} if before else {"error": ""}
-    rows: list[tuple[str, ...]] = [("Block", *(f"{width_name(b)}{text}" for b in widths for text in columns.values()))]
+    rows: list[tuple[str, ...]] = [
+        (what.capitalize(), *(f"{width_name(b)}{text}" for b in widths for text in columns.values()))
+    ]
     for one in blocks:
         rows.append((one["name"], *(error_text(one[key].get(str(b))) for b in widths for key in columns)))
     return Chart(title, card(legend(*keys), frame(plot, "rows")), rows)
