@@ -259,7 +259,7 @@ def test_groups_and_one_scale_per_tensor_contradict() -> None:
 
 
 def test_an_unknown_kind_of_group_scales() -> None:
-    with pytest.raises(ConfigError, match="group_scales='int8' is not known; choose one of 'integer', 'float'"):
+    with pytest.raises(ConfigError, match="group_scales='int8' is not known; choose one of 'integer', 'half', 'float'"):
         QuantConfig(group_scales="int8")
 
 
