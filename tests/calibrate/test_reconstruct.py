@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bitdial import set_bits
+from bitdial import calibrate, set_bits
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.reconstruct import Reconstruction, step_of
 from bitdial.calibrate.reference import float_copy
@@ -89,3 +89,33 @@ def test_the_share_that_is_dropped() -> None:
         assert abs(float(found.mean()) - wanted) < 0.015, drop
         again = Reconstruction(model, block, settings, config, torch.Generator().manual_seed(0))
         assert torch.equal(again._drop(value, plain), found)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_iteration_learns_what_an_eager_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CalibrateConfig(effort="full", iterations=100, batch_size=16, drop=0.0)
+    batches = [x.cuda() for x in images(64).split(16)]
+
+    def errors() -> list[float]:
+        report = calibrate(prepared(mobile()).cuda(), batches, config, progress=False)
+        return [error for block in report.blocks for error in block.error.values()]
+
+    recorded = errors()
+    monkeypatch.setattr(Reconstruction, "_run", lambda self, step, chosen: step(chosen))
+    for found, wanted in zip(recorded, errors(), strict=True):
+        assert found == pytest.approx(wanted, rel=0.1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_block_that_waits_for_the_gpu_learns_without_a_recording(caplog: pytest.LogCaptureFixture) -> None:
+    model, seen = prepared(mobile()).cuda(), []
+    layer = model.get_submodule("first.expand.0")
+    layer.register_forward_pre_hook(lambda module, args: seen.append(float(args[0].sum())))
+    config = CalibrateConfig(effort="full", iterations=40, batch_size=16)
+    report = calibrate(model, [x.cuda() for x in images(64).split(16)], config, progress=False)
+    assert [r.message for r in caplog.records if "block 'first' learns without a CUDA graph" in r.message]
+    block = next(block for block in report.blocks if block.name == "first")
+    assert block.error[3] < block.error_before[3]
+    assert report.blocks[-1].error[3] > 0, "blocks behind it go on"

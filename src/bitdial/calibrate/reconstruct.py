@@ -14,11 +14,12 @@ As in QDrop, quantisation is dropped at random: in each iteration a share of wha
 activations inside it, is as in float.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,12 @@ from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.values import Environment, Values, run
 from bitdial.dial.dial import resolve_plan, set_bits
 from bitdial.dial.plan import BitPlan
-from bitdial.errors import QuantizationError
+from bitdial.errors import QuantizationError, TrainingError
 from bitdial.functional.granularity import values_by_scale
+from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.nn import QuantLayer
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[int, dict[int, float]], None]  # the iteration, and the error at each width
 _LEAST_SCALE = 1 / 8  # of its start, to which a scale may shrink
@@ -56,6 +60,43 @@ class Learned:
         object.__setattr__(self, "offset", torch.zeros_like(self.start))
 
 
+class _Samples:
+    """What a block reads and gives for all samples: in float, and at each width what it reads."""
+
+    def __init__(self, block: Block, plain: Values, quantized: Mapping[int, Values], after: Values):
+        self._plain, self._quantized, self._after = plain, quantized, after
+        self.nodes = after.results(block)
+        self._reads = [n for n in block.reads if n.op != "get_attr"] or [
+            n for n in block.nodes if n.op == "placeholder"
+        ]
+        self.mixable = plain.is_mixable(self._reads) and after.is_mixable(self.nodes)
+        self.energies = {node: _energy(after, node) for node in self.nodes}
+        batches = after.batches
+        self._count = sum(len(batch[self.nodes[0]]) for batch in batches) if self.mixable else len(batches)
+        self._weights: Any = {n: torch.cat(each) if self.mixable else each for n, each in after.weights.items()}
+
+    def draw(self, batch_size: int, generator: torch.Generator) -> Tensor | int:
+        """Some samples: their places, or that of one batch where samples of several cannot be put together."""
+        chosen = torch.randperm(self._count, generator=generator, device=generator.device)
+        return chosen[:batch_size] if self.mixable else int(chosen[0])
+
+    def plain(self, chosen: Tensor | int) -> Environment:
+        """What the block reads in the float model."""
+        return self._plain.take(self._reads, chosen)
+
+    def quantized(self, bits: int, chosen: Tensor | int) -> Environment:
+        """What the block reads at a width."""
+        return self._quantized[bits].take(self._reads, chosen)
+
+    def wanted(self, chosen: Tensor | int) -> Environment:
+        """What the block gives in the float model."""
+        return self._after.take(self.nodes, chosen)
+
+    def counts(self, chosen: Tensor | int) -> dict[Any, Any]:
+        """How much the pixels of that count."""
+        return {node: self._weights[node][chosen] if node in self._weights else 1.0 for node in self.nodes}
+
+
 class Reconstruction:
     """The learning of one block. `settings` is what the dial gets for each width, the highest first."""
 
@@ -69,6 +110,7 @@ class Reconstruction:
     ):
         self.model, self.block, self.settings, self.config = model, block, settings, config
         self.generator = generator
+        self.on_gpu = generator.device.type == "cuda"
         lowest = {name: min(resolve_plan(model, plan)[name][0] for plan in settings.values()) for name in block.layers}
         modules = {model.get_submodule(name): bits for name, bits in lowest.items()}
         self.layers = {layer: bits for layer, bits in modules.items() if isinstance(layer, QuantLayer)}
@@ -86,41 +128,73 @@ class Reconstruction:
         return [scale for quantizer in quantizers for scale in quantizer.scales.values()]
 
     def learn(self, plain: Values, quantized: Mapping[int, Values], after: Values, report: Report) -> None:
-        """Run all iterations. `plain` and `quantized` are what the block reads, `after` what it gives in float."""
-        config, block, nodes = self.config, self.block, after.results(self.block)
-        kinds = ((self.weights, config.weight_rate), (self.scales, config.scale_rate), (self.norms, config.norm_rate))
-        groups = [{"params": [one.offset for one in some], "rate": rate} for some, rate in kinds if some]
-        optimizer = torch.optim.Adam(groups)
-        energies = {node: _energy(after, node) for node in nodes}
-        reads = [n for n in block.reads if n.op != "get_attr"] or [n for n in block.nodes if n.op == "placeholder"]
-        mixable = plain.is_mixable(reads) and after.is_mixable(nodes)
-        samples = sum(len(batch[nodes[0]]) for batch in after.batches) if mixable else len(after.batches)
-        iterations, batch_size = config.learning
-        weights: Any = {node: torch.cat(each) if mixable else each for node, each in after.weights.items()}
+        """Run all iterations. `plain` and `quantized` are what the block reads, `after` what it gives in float.
+
+        On a GPU an iteration is recorded as a CUDA graph, where the batches' samples can be mixed.
+        """
+        samples = _Samples(self.block, plain, quantized, after)
+        optimizer = self._optimizer()
+        self.graphs = StepGraphs(self.generator) if self.on_gpu and samples.mixable else None
+
+        def step(chosen: Tensor | int) -> dict[int, Tensor]:
+            errors = self._gradients(samples, chosen)
+            self._take_gradients()
+            optimizer.step()
+            self._move()
+            return errors
+
+        iterations, batch_size = self.config.learning
         with self._dropping(), self._only_learned():
             for iteration in range(iterations):
-                for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * 0.5 * (1 + math.cos(math.pi * iteration / iterations))
-                chosen: Any = torch.randperm(samples, generator=self.generator, device=self.generator.device)
-                chosen = chosen[:batch_size] if mixable else int(chosen[0])
-                given, wanted = plain.take(reads, chosen), after.take(nodes, chosen)
-                counts = {node: weights[node][chosen] if node in weights else 1.0 for node in nodes}
-                errors = {}
-                for bits, plan in self.settings.items():
-                    set_bits(self.model, plan)
-                    mixed = self._mixed(quantized[bits].take(reads, chosen), given)
-                    found = run(self.model, block.nodes, mixed)
-                    apart = [(found[n] - wanted[n]).square().mul(counts[n]).mean() / energies[n] for n in nodes]
-                    errors[bits] = torch.stack(apart).mean()
-                    (config.importance_of(bits) * torch.log(errors[bits] + config.tolerance)).backward()
-                self._take_gradients()
-                optimizer.step()
-                self._move()
+                self._set_rates(optimizer, 0.5 * (1 + math.cos(math.pi * iteration / iterations)))
+                errors = self._run(step, samples.draw(batch_size, self.generator))
                 if (iteration + 1) % _EVERY == 0 or iteration + 1 == iterations:
                     self._tell(iteration + 1, errors, report)
 
+    def _optimizer(self) -> torch.optim.Optimizer:
+        rates = (self.config.weight_rate, self.config.scale_rate, self.config.norm_rate)
+        kinds = zip((self.weights, self.scales, self.norms), rates, strict=True)
+        groups = [{"params": [one.offset for one in some], "rate": rate} for some, rate in kinds if some]
+        if self.on_gpu:  # a recorded step reads its rates from memory
+            groups = [{**group, "lr": torch.zeros((), device=self.generator.device)} for group in groups]
+        return torch.optim.Adam(groups, capturable=self.on_gpu)
+
+    def _set_rates(self, optimizer: torch.optim.Optimizer, share: float) -> None:
+        for group in optimizer.param_groups:
+            rate = group["rate"] * share
+            group["lr"] = group["lr"].fill_(rate) if self.on_gpu else rate
+
+    def _run(self, step: Callable[[Tensor | int], dict[int, Tensor]], chosen: Tensor | int) -> dict[int, Tensor]:
+        """`step(chosen)`, recorded if that can be done."""
+        if self.graphs is not None and isinstance(chosen, Tensor):
+            try:
+                return cast("dict[int, Tensor]", self.graphs.run(step, chosen))
+            except TrainingError as problem:
+                log.warning(
+                    f"block {self.block.name!r} learns without a CUDA graph, which is slower: {problem.__cause__}"
+                )
+                self.graphs = None
+                for one in self.learned:
+                    one.parameter.grad = None
+                fresh = torch.Generator(self.generator.device)  # a recording that failed leaves the other unusable
+                self.generator = fresh.manual_seed(self.generator.initial_seed() + 1)
+        return step(chosen)
+
+    def _gradients(self, samples: "_Samples", chosen: Tensor | int) -> dict[int, Tensor]:
+        """The error at each width on some samples; gradients of the loss are added to the parameters'."""
+        block, nodes, errors = self.block, samples.nodes, dict[int, Tensor]()
+        given, wanted, counts = samples.plain(chosen), samples.wanted(chosen), samples.counts(chosen)
+        for bits, plan in self.settings.items():
+            set_bits(self.model, plan)
+            found = run(self.model, block.nodes, self._mixed(samples.quantized(bits, chosen), given))
+            apart = [(found[n] - wanted[n]).square().mul(counts[n]).mean() / samples.energies[n] for n in nodes]
+            error = torch.stack(apart).mean()
+            (self.config.importance_of(bits) * torch.log(error + self.config.tolerance)).backward()
+            errors[bits] = error.detach()
+        return errors
+
     def _tell(self, iteration: int, errors: Mapping[int, Tensor], report: Report) -> None:
-        found = {bits: float(error.detach()) for bits, error in errors.items()}
+        found = {bits: float(error) for bits, error in errors.items()}
         if not all(map(math.isfinite, found.values())):
             raise QuantizationError(f"block {self.block.name!r}: its error is not finite; check the batches")
         report(iteration, found)

@@ -15,7 +15,7 @@ from bitdial.files.container import read_container, write_container
 from bitdial.train import StepReport
 from bitdial.train.checkpoint import differences
 from bitdial.train.data import ArrayData, Sample, TrainingData
-from bitdial.train.gpu.cuda_graph import StepGraphs
+from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
 from bitdial.train.progress import make_progress

@@ -30,7 +30,7 @@ from bitdial.train.accumulate import Part, split_batch
 from bitdial.train.alrs import moving_scales, rate_of_scales
 from bitdial.train.config import TrainConfig, choose_autocast
 from bitdial.train.distill import Distiller, class_axis_to_distill
-from bitdial.train.gpu.cuda_graph import StepGraphs
+from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit

@@ -28,9 +28,13 @@ class _Recorded:
 
 
 class StepGraphs:
-    """Runs a step eagerly at first, then from recorded graphs; the result's tensors are overwritten by the next run."""
+    """Runs a step eagerly at first, then from recorded graphs; the result's tensors are overwritten by the next run.
 
-    def __init__(self) -> None:
+    A step that draws random numbers from a generator of its own names that, so that each replay draws others.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self._generator = generator
         self._seen: dict[tuple[object, ...], int] = {}
         self._recorded: dict[tuple[object, ...], _Recorded] = {}
 
@@ -53,6 +57,8 @@ class StepGraphs:
 
     def _record(self, step: Step, inputs: tuple[Tensor, ...]) -> _Recorded:
         graph, mine = torch.cuda.CUDAGraph(), tuple(tensor.clone() for tensor in inputs)
+        if self._generator is not None:
+            graph.register_generator_state(self._generator)
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = step(*mine)
