@@ -49,7 +49,7 @@ from torch import Tensor, nn
 
 from bitdial import JointStep, QuantConfig, TrainConfig, build_model, prepare
 from bitdial.kernels import dispatch
-from bitdial.train.gpu.cuda_graph import EAGER_STEPS, StepGraphs
+from bitdial.kernels.cuda_graph import EAGER_STEPS, StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
 

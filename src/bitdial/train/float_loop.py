@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from bitdial.errors import CheckpointError, TrainingError
 from bitdial.files.container import read_container, write_container
+from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.train import StepReport
 from bitdial.train.checkpoint import differences
 from bitdial.train.data import ArrayData, Sample, TrainingData
-from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.optimizers import make_optimizer
 from bitdial.train.progress import make_progress

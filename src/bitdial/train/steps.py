@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bitdial.dial.dial import dialled_layers, set_bits, unwrap
 from bitdial.dial.plan import BitPlan, LayerBits
 from bitdial.errors import ConfigError, TrainingError
+from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.nn import ActivationSite, QuantLayer
 from bitdial.prepare.model_call import Batch, call
 from bitdial.prepare.model_output import Output, selected
@@ -30,7 +31,6 @@ from bitdial.train.accumulate import Part, split_batch
 from bitdial.train.alrs import moving_scales, rate_of_scales
 from bitdial.train.config import TrainConfig, choose_autocast
 from bitdial.train.distill import Distiller, class_axis_to_distill
-from bitdial.kernels.cuda_graph import StepGraphs
 from bitdial.train.gpu.fuse import FastModel
 from bitdial.train.gpu.plan_slots import PlanSlots, unsupported_reason
 from bitdial.train.guard import LabelGuard, ScaleGuard, check_loss, find_culprit
