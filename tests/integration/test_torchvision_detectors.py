@@ -1,4 +1,4 @@
-"""torchvision's own detectors all the way; runs where torchvision imports (not beside CPU torch)."""
+"""torchvision's own detectors all the way; see torchvision_ops.py for torchvision beside CPU torch."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,10 @@ from bitdial import (
 from bitdial.prepare.report import REPORT
 
 from .scenes import WIDTHS, scenes
+from .torchvision_ops import torchvision_or_none
 
-try:
-    from torchvision.models import detection
-    from torchvision.ops.misc import FrozenBatchNorm2d
-except (ImportError, RuntimeError):
-    detection = None
-
-pytestmark = pytest.mark.skipif(detection is None, reason="needs a torchvision that imports")
+torchvision: Any = torchvision_or_none()
+pytestmark = pytest.mark.skipif(torchvision is None, reason="needs torchvision; see torchvision_ops.py")
 
 NONE: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": 3, "min_size": 64, "max_size": 96}
 FEW = {"box_score_thresh": 0.0, "box_detections_per_img": 4, "rpn_pre_nms_top_n_test": 20, "rpn_post_nms_top_n_test": 8}
@@ -73,7 +69,7 @@ def test_a_detector_of_torchvision_trains_ships_and_runs(name: str, tmp_path: Pa
     torch.manual_seed(0)
     settings, predictors = DETECTORS[name]
     images, targets = scenes(1, 2)
-    model = getattr(detection, name)(**NONE, **settings).eval()
+    model = getattr(torchvision.models.detection, name)(**NONE, **settings).eval()
     prepared: Any = prepare(model, QuantConfig(bit_choices=WIDTHS, start="3std"), [images])
     report: Any = getattr(prepared, REPORT)
     assert report.first_layers == ("backbone.body.conv1",)
@@ -97,6 +93,6 @@ def test_a_detector_of_torchvision_trains_ships_and_runs(name: str, tmp_path: Pa
 def test_frozen_norms_of_torchvision_are_known() -> None:
     from bitdial.nn.decompose import decomposition_of
 
-    found = decomposition_of(FrozenBatchNorm2d(4))
+    found = decomposition_of(torchvision.ops.FrozenBatchNorm2d(4))
     assert found is not None
     assert found.name == "FrozenBatchNorm2d"
