@@ -20,7 +20,9 @@ from bitdial import (
     set_bits,
     train,
 )
+from bitdial.errors import ConfigError
 from bitdial.prepare.report import REPORT
+from bitdial.recipes.detectors import DetectorKind
 
 from .scenes import WIDTHS, scenes
 from .torchvision_ops import torchvision_or_none
@@ -96,3 +98,23 @@ def test_frozen_norms_of_torchvision_are_known() -> None:
     found = decomposition_of(torchvision.ops.FrozenBatchNorm2d(4))
     assert found is not None
     assert found.name == "FrozenBatchNorm2d"
+
+
+def test_the_recipe_builds_every_detector_of_torchvision() -> None:
+    """With the size, the number of detections and the means that it is asked for; but those of keypoints."""
+    models = torchvision.models
+    asked: dict[str, Any] = {"classes": 2, "size": 96, "max_detections": 7, "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    for name in models.list_models(module=models.detection):
+        kind = DetectorKind(name=f"torchvision:{name}", **asked)
+        if name.startswith("keypoint"):
+            with pytest.raises(ConfigError, match="learns keypoints"):
+                kind.build()
+            continue
+        model: Any = kind.build()
+        change, heads = model.transform, getattr(model, "roi_heads", model)
+        assert (heads.detections_per_img, change.image_mean, change.image_std) == (7, [0.5] * 3, [0.2] * 3)
+        assert (change.min_size, change.max_size) == ((96,), 1333) or change.fixed_size is not None
+        if "rcnn_resnet50" in name:
+            assert model.rpn.anchor_generator.sizes == ((16,), (32,), (64,), (128,), (256,))
+        with torch.no_grad():
+            assert set(model([torch.rand(3, 40, 50)])[0]) >= {"boxes", "labels", "scores"}
