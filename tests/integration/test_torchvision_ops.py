@@ -42,7 +42,9 @@ def sample(image: list[list[float]], y: float, x: float) -> float:
     return first * (1 - (y - top)) + second * (y - top)
 
 
-def cell(image: list[list[float]], box: list[float], place: tuple[int, int], cells: tuple[int, int], ratio: int) -> float:
+def cell(
+    image: list[list[float]], box: list[float], place: tuple[int, int], cells: tuple[int, int], ratio: int
+) -> float:
     """The mean of the samples of a cell of `box`, at the row and column of `place`."""
     sides = (box[3] - box[1]) / cells[0], (box[2] - box[0]) / cells[1]
     counts = [ratio if ratio > 0 else max(1, math.ceil(side)) for side in sides]

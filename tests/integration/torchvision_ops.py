@@ -3,8 +3,8 @@
     unzip torchvision-0.28.0-*.whl -d FOLDER      # the version that fits torch; not installed
     PYTHONPATH=FOLDER pytest tests/integration/test_torchvision_detectors.py
 
-Its Python files import once a few operators exist, and its models call two of them: `nms` and `roi_align`. They are here, in
-plain PyTorch, for the CPU, and with the derivatives that autograd finds.
+Its Python files import once a few operators exist, and its models call two of them: `nms` and `roi_align`. They are
+here, in plain PyTorch, for the CPU, and with the derivatives that autograd finds.
 """
 
 import importlib

@@ -72,9 +72,9 @@ def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None, *, ins
 
 
 def _calls_together(model: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:
-    """`nodes` in an order in which all calls of a layer or norm follow one another, as those of a head on several levels.
+    """`nodes` in an order in which all calls of a layer or norm follow one another, as those of a head on levels.
 
-    Then its inputs are all there when it first runs. Nodes stay in their order but for those that wait for another.
+    Then its inputs are all there when it first runs. Nodes stay in their order but for those that wait for others.
     """
     calls: dict[str, list[fx.Node]] = {}
     for node in nodes:

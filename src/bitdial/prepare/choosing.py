@@ -56,5 +56,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """The tensors that a call of `func` has written into; of a view, what it is a view of too."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    found = [leaf for leaf in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))) if isinstance(leaf, Tensor)]
+    found = [
+        leaf for leaf in tree_leaves((args[:1] if in_place else (), kwargs.get("out"))) if isinstance(leaf, Tensor)
+    ]
     return found + [leaf._base for leaf in found if leaf._base is not None]
