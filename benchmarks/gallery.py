@@ -339,7 +339,7 @@ def _run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     order = [(s, n) for s, models in SOURCES.items() for n in models]
     head = {
         "command": "python benchmarks/gallery.py --timm", "seed": options.seed, "bit_choices": list(BIT_CHOICES),
-        "device": f"CPU, 1 thread a model, {platform.machine()}", "versions": _versions(),
+        "device": f"CPU, 1 thread a model, {platform.machine()}", "versions": record.get("versions", {}) | _versions(),
     }  # fmt: skip
     for row in measure_all(wanted, options.seed, options.jobs, options.limit):
         kept[row["source"].split()[0], row["model"]] = row
