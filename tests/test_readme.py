@@ -487,14 +487,18 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     text = page("README.md") + page("docs/quickstart.md")
     commands = set(
         re.findall(
-            r"\bbitdial (demo|train|calibrate|eval|inspect|switch|export|repack|sensitivity|search|pareto)\b", text
+            r"\bbitdial (demo|train|calibrate|calibrate-llm|eval|eval-llm|inspect|switch|export|repack|sensitivity|"
+            r"search|pareto)(?![\w-])",
+            text,
         )
     )
     assert commands == {
         "demo",
         "train",
         "calibrate",
+        "calibrate-llm",
         "eval",
+        "eval-llm",
         "inspect",
         "switch",
         "export",
@@ -509,7 +513,7 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
         assert leaving.value.code == 0
     with pytest.raises(SystemExit):
         main(["--help"])
-    offered = re.findall(r"^    (\w+) ", capsys.readouterr().out.rpartition("COMMAND")[2], re.M)
+    offered = re.findall(r"^    ([\w-]+)(?: |$)", capsys.readouterr().out.rpartition("COMMAND")[2], re.M)
     assert set(offered) == commands, "the README lists every command"
 
 
