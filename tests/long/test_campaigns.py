@@ -104,6 +104,7 @@ def test_damage_is_damage(scripts: dict[str, ModuleType], bases: Path) -> None:
     assert cases == [damaged(whole, 0, number) for number in range(60)]
 
 
+@pytest.mark.slow
 def test_damaged_files(tmp_path: Path) -> None:
     """The whole of it, in processes of its own."""
     out = tmp_path / "reliability.json"
