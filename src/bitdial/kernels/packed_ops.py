@@ -85,9 +85,9 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_on(x.device))
         raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected one of {types} (tokens, columns)")
     shape = words_shape(fields, scale.shape[0], x.shape[1])
-    if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
+    if words.shape != shape or words.dtype != torch.int32 or not (words.is_contiguous() or words[0].is_contiguous()):
         found = f"{words.dtype} {tuple(words.shape)}"
-        raise QuantizationError(f"words are {found}, expected contiguous torch.int32 {shape}")
+        raise QuantizationError(f"words are {found}, expected torch.int32 {shape}, each plane contiguous")
     if scale.dtype != torch.float32 or scale.dim() != 1 or not scale.is_contiguous():
         found = f"{scale.dtype} {tuple(scale.shape)}"
         raise QuantizationError(f"scale is {found}, expected torch.float32 (rows,): see packed_scales")
@@ -121,8 +121,8 @@ packed_linear: Callable[..., Tensor] = declare(
 )  # fmt: skip
 """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
 
-`words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
-`group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
+`words` as `word_layout` draws them, in `fields`, or whole row tiles of such; `scale` (rows,), float32, of one step at
+`high` bits, and `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
 """
 
 
