@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
+from bitdial.kernels import dispatch
+from bitdial.kernels.cpu.ops import packed_linear as cpu_kernel
 from bitdial.kernels.ops import PACKED, declare
 from bitdial.kernels.reference import packed_linear as reference
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, pack_scales, words_shape
@@ -124,6 +126,35 @@ packed_linear: Callable[..., Tensor] = declare(
 `words` as `word_layout` draws them, in `fields`, or whole row tiles of such; `scale` (rows,), float32, of one step at
 `high` bits, and `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
 """
+
+
+def product(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    fields: tuple[int, ...],
+    bits: int,
+    high: int,
+    offset: float,
+    group_scale: Tensor | None,
+) -> Tensor:
+    """`packed_linear` of arguments that fit, for a layer that runs eagerly.
+
+    On a CPU a token's way through PyTorch's dispatcher to a kernel in Python takes longer than its product. Where there
+    is nobody to look on (a compiler, a mode, a transform, a gradient), the kernel is called as the function that it is.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not x.is_cpu
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        or dispatch.interpreted()
+    ):
+        return packed_linear(x, words, scale, bias, fields, bits, high, offset, group_scale)
+    return cpu_kernel(x, words, scale, bias, fields, bits, high, offset, group_scale)
 
 
 def _refuse_gradient(ctx: Any, *gradients: Any) -> None:

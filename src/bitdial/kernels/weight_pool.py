@@ -130,7 +130,7 @@ class PackedWeightPool:
             setattr(self, part, getattr(self, part).to(device))
 
     def words(self, name: str) -> Tensor:
-        """The active words of a layer, (bits, row tiles, column tiles, 128): a view, with a stride where it is joined."""
+        """The active words of a layer, (bits, row tiles, column tiles, 128): a view; joined ones have gaps."""
         key = name, self.bits[name]
         if key not in self._views:
             layer, bits = self.names[name], self.bits[name]

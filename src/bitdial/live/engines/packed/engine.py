@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
-from bitdial.kernels.packed_ops import dtypes_on, packed_linear, packed_scales
+from bitdial.kernels.packed_ops import dtypes_on, packed_scales, product
 from bitdial.live.engines.packed.joined import Joined
 from bitdial.live.engines.packed.words import NestedWords, PooledWords
 from bitdial.live.layers import LiveLayer
@@ -26,7 +26,7 @@ class PackedEngine(nn.Module):
     """Multiplies with the words that the layer's codes are.
 
     Holds `scale` (rows,) of one step between stored codes, and `group_scale` where groups of inputs have scales, as
-    `packed_scales` lays them out. With others that read the same input the layer may be `joined`, at a `place` of theirs.
+    `packed_scales` lays them out. The layer may be `joined` with others that read the same input, at a `place` there.
     """
 
     name = "packed kernels"
@@ -71,7 +71,7 @@ class PackedEngine(nn.Module):
         words, stored, offset = cast(Words, codes.source), codes.bit_choices[0], codes.offset(bits)
         flat = x.reshape(-1, columns)
         how = words.fields, bits, stored, offset
-        y = packed_linear(flat, words.words, self.scale, bias, *how, self.group_scale)
+        y = product(flat, words.words, self.scale, bias, *how, self.group_scale)
         return y.view(*x.shape[:-1], layer.weight_shape[0])
 
     def tensors(self) -> dict[str, list[Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bitdial.kernels.kept_layouts import forget, held_for
-from bitdial.kernels.packed_ops import packed_linear
+from bitdial.kernels.packed_ops import product
 
 if TYPE_CHECKING:
     from bitdial.live.layers import LiveLayer
@@ -45,7 +45,7 @@ class Joined:
     """The layers of one product, in the order of their calls and of their words."""
 
     def __init__(self, layers: "Sequence[LiveLayer]"):
-        self.layers = tuple(layers)
+        self.layers, self.rows = tuple(layers), [layer.weight_shape[0] for layer in layers]
         self._whole: _Whole | None = None
         self._held: _Held | None = None
         self._together: bool | None = None  # whether layouts are those of the whole
@@ -85,9 +85,8 @@ class Joined:
             bias = torch.cat([layer.bias for layer in layers])  # type: ignore[misc]  # all have one
         how = codes.source.fields, bits, codes.bit_choices[0], codes.offset(bits)
         flat = x.reshape(-1, x.shape[-1])
-        y = packed_linear(flat, whole.words, whole.scale, bias, *how, whole.group_scale)
-        parts = y.split([layer.weight_shape[0] for layer in layers], dim=1)
-        shaped = [part.contiguous().view(*x.shape[:-1], -1) for part in parts]
+        y = product(flat, whole.words, whole.scale, bias, *how, whole.group_scale).view(*x.shape[:-1], -1)
+        shaped = [part.contiguous() for part in y.split(self.rows, dim=-1)]
         self._held = _Held(weakref.ref(given, self._gone), given._version, kind, dict(enumerate(shaped[1:], 1)))
         return shaped[0]
 
@@ -137,11 +136,11 @@ class Joined:
         """For copies of the layers, which may not be complete yet."""
         new = memo[id(self)] = Joined.__new__(Joined)
         new._whole = new._held = new._together = None
-        new.layers = copy.deepcopy(self.layers, memo)
+        new.layers, new.rows = copy.deepcopy(self.layers, memo), self.rows
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"layers": self.layers, "_whole": None, "_held": None, "_together": None}
+        return {"layers": self.layers, "rows": self.rows, "_whole": None, "_held": None, "_together": None}
 
 
 def _one_of(parts: Sequence[Tensor], dim: int) -> tuple[Tensor, list[Tensor]]:
