@@ -8,9 +8,11 @@ Llamas of random weights, `nested`, a scale per row, embedding and head at 8 bit
 each text behind a prompt of `--prompt` tokens, in a static cache, and ends in the next token; prefill takes one text of
 `--prefill` tokens and ends in its next token. bf16 is compiled by torch.compile, then recorded as a CUDA graph. The
 live model is recorded as it runs (`how`: "eager"), and compiled and recorded ("compiled"). All are timed by replays, in
-turn, `--rounds` times, and the median counts. `first_s` is the time of the first step at a width and of recording it,
-with what is compiled; `switch_ms` that of `set_bits` and of picking the graph. `generate_tokens_per_s` is what
-`generate` gives with `decode_graphs`, its host time included. On a CPU nothing is compiled or recorded.
+turn, `--rounds` times, and the median counts. Steps keep the mask and the position of the first, which take as long.
+Compiling takes its time once a width, so only `--compiled` batches are. `first_s` is the time of the first step at a
+width and of recording it, with what is compiled; `switch_ms` that of `set_bits` and of picking the graph, on the host.
+`generate_tokens_per_s` is what `generate` gives with `decode_graphs`, its host time included. On a CPU nothing is
+compiled or recorded.
 """
 
 import argparse
@@ -153,7 +155,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> lis
     rows = []
     for what, batch, tokens, make in jobs:
         base = Timed(*make(plain, on_gpu), device)
-        for how in ("eager", "compiled") if on_gpu else ("eager",):
+        fused = on_gpu and what == "decode" and batch in options.compiled
+        for how in ("eager", "compiled") if fused else ("eager",):
             timed: dict[int, Timed] = {}
             for bits in options.bits:
                 set_bits(live, bits)
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["1.1b", "8b"], choices=[*SHAPES])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4, 2])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--compiled", type=int, nargs="*", default=[1], help="batches that are decoded compiled, too")
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--prefill", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=32)

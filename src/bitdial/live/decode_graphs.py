@@ -47,7 +47,7 @@ class CudaRecorder:
 
     def first(self, step: Step) -> Any:
         """Run `step` on a stream of its own, as recording wants it."""
-        return on_side_stream(step)
+        return on_side_stream(step, ())
 
     def record(self, step: Step) -> tuple[Callable[[], object], Any]:
         """A CUDA graph of `step`."""

@@ -78,12 +78,13 @@ class Joined:
         if not together:
             return None
         whole = self._whole
-        if whole is None or whole.first is not layers[0].codes.source.words:
-            whole = self.collect()
         codes, bias = layers[0].codes, None
+        source: Any = codes.source
+        if whole is None or whole.first is not source.words:
+            whole = self.collect()
         if layers[0].bias is not None:
             bias = torch.cat([layer.bias for layer in layers])  # type: ignore[misc]  # all have one
-        how = codes.source.fields, bits, codes.bit_choices[0], codes.offset(bits)
+        how = source.fields, bits, codes.bit_choices[0], codes.offset(bits)
         flat = x.reshape(-1, x.shape[-1])
         y = product(flat, whole.words, whole.scale, bias, *how, whole.group_scale).view(*x.shape[:-1], -1)
         shaped = [part.contiguous() for part in y.split(self.rows, dim=-1)]
@@ -98,7 +99,7 @@ class Joined:
 
     def collect(self) -> _Whole:
         """Lay the words and scales of all layers together, where they are not, and know them as one, in place."""
-        sources, engines = [layer.codes.source for layer in self.layers], [layer.engine for layer in self.layers]
+        sources, engines = self._sources(), [layer.engine for layer in self.layers]
         with torch.inference_mode(False), torch.no_grad():
             words, parts = _one_of([source.words for source in sources], dim=1)
             for source, part in zip(sources, parts, strict=True):
@@ -123,12 +124,16 @@ class Joined:
         """What a backend has made of the words as a whole."""
         return [] if self._whole is None else held_for(self._whole.words)
 
+    def _sources(self) -> list[Any]:
+        """What has the words of each layer."""
+        return [layer.codes.source for layer in self.layers]
+
     def _forget(self, together: bool | None) -> None:
         """Drop the layouts of the other way to multiply."""
         self._together = together
         if together:
-            for layer in self.layers:
-                forget(layer.codes.source.words)
+            for source in self._sources():
+                forget(source.words)
         elif self._whole is not None:
             forget(self._whole.words)
 
