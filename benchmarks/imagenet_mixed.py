@@ -6,7 +6,8 @@
 tools/imagenet_weights.py writes them; their metadata says how images become inputs. DIR has the folders `calibration`
 and `dev` with .jpg files, and labels.json: {"calibration" or "dev": {file: class}}.
 
-Weights have one of the file's widths by layer, activations 8 bits. The budget is the bytes of --bits for all weights.
+Weights have one of the file's widths by layer, activations 8 bits. The budget is the bytes of --bits for all weights
+but those of the first and last layer, which the file has at 8 bits; plans may give these others, too.
 Searches see calibration images only: the measured one without labels, the Hessian traces with them. Each plan is then
 tested on the dev images, against the uniform plan, by McNemar's exact test on the same images. A random plan is as
 large as the budget allows. Rows go to results/imagenet-mixed.json; those of the same model, effort, method and seed are
@@ -110,6 +111,7 @@ def measured_plan(setting: Setting) -> tuple[BitPlan, Row]:
     found = measured_search(
         setting.live, batches, setting.costs, setting.budget, reference=setting.float_model,
         activation_bits=options.activation_bits, patience=options.patience, seconds=options.seconds,
+        pinned=dict.fromkeys(setting.costs.fixed_bits),
     )  # fmt: skip
     kept = {key: value for key, value in found.to_dict().items() if key in ("samples", "measured", "stopped")}
     kept |= {"trajectory": [[one.plans, round(one.seconds, 1), one.distance, one.by] for one in found.trajectory]}
@@ -125,7 +127,8 @@ def hessian_plan(setting: Setting) -> tuple[BitPlan, Row]:
     batches = batched(x.to(options.device), y.to(options.device), options.batch)
     traces = hessian_trace(model, batches, most_samples=options.hessian_samples, generator=generator(options.seed))
     bits = options.activation_bits
-    found = search(model, traces, setting.costs, {"bytes": setting.budget}, activation_bits=bits)
+    free = dict.fromkeys(setting.costs.fixed_bits)
+    found = search(model, traces, setting.costs, {"bytes": setting.budget}, activation_bits=bits, pinned=free)
     return found.plan, {"samples": count, "vectors": options.hessian_samples}
 
 

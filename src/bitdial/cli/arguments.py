@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from bitdial.artifact import Artifact
     from bitdial.dial.plan import BitPlan, LayerBits
 
+FREE = "free"  # what --pin says of a layer that need not keep its own width
 BITS_HELP = "width (4), pair (4:8), stored plan, or the .json file of a plan, of `search --out` or of `pareto --out`"
 
 
@@ -142,10 +143,10 @@ def layer_list(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def pin(text: str) -> "tuple[str, LayerBits]":
-    """A layer (or pattern) and its bits, such as layer1.0.conv1=8 or layer1.*=4:8."""
+def pin(text: str) -> "tuple[str, LayerBits | None]":
+    """A layer (or pattern) and its bits, such as layer1.0.conv1=8 or layer1.*=4:8; None for fc=free."""
     name, sign, bits = text.rpartition("=")
     value = bits_setting(bits)
-    if not sign or not name or isinstance(value, str):
-        raise argparse.ArgumentTypeError(f"{text!r} is not LAYER=BITS, such as layer1.0.conv1=8")
-    return name, value
+    if not sign or not name or (isinstance(value, str) and value != FREE):
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYER=BITS, such as layer1.0.conv1=8, nor LAYER={FREE}")
+    return name, None if isinstance(value, str) else value

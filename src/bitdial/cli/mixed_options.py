@@ -147,7 +147,12 @@ def _search_arguments(parser: argparse.ArgumentParser) -> None:
         help="names or patterns, comma-separated, of layers that share their bits; repeat for several groups",
     )  # fmt: skip
     parser.add_argument(
-        "--pin", type=pin, action="append", default=[], metavar="LAYER=BITS", help="keep a layer (or pattern) there"
+        "--pin",
+        type=pin,
+        action="append",
+        default=[],
+        metavar="LAYER=BITS",
+        help="keep a layer (or pattern) there; LAYER=free lets one that has a width of its own have others",
     )
     parser.add_argument(
         "--latency-table", type=Path, metavar="JSON", help='times that you measured: {layer: {"4": time}}'

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from bitdial.dial.dial import at_bits, get_bits
-from bitdial.dial.plan import BitPlan, LayerBits
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError
 from bitdial.planning.cost import Costs
 from bitdial.planning.distance import Distance, OutputDistance, kl_divergence
 from bitdial.planning.explore import Chosen, Explorer, Improvement
 from bitdial.planning.find import check_same_layers, checked_budgets
-from bitdial.planning.problem import Problem, build_problem
+from bitdial.planning.problem import Pins, Problem, build_problem
 from bitdial.planning.solve import solve
 from bitdial.prepare.model_call import Batch, evaluating
 from bitdial.prepare.model_output import Output
@@ -70,7 +70,7 @@ def measured_search(
     distance: Distance = kl_divergence,
     output: Output = None,
     groups: Iterable[Iterable[str]] = (),
-    pinned: Mapping[str, LayerBits] | None = None,
+    pinned: Pins | None = None,
     activation_bits: int | None = None,
     patience: int | None = 100,
     seconds: float | None = None,

@@ -10,10 +10,10 @@ from torch import nn
 
 from bitdial.config import check_choice
 from bitdial.dial.dial import dialled_layers, fixed_widths
-from bitdial.dial.plan import BitPlan, LayerBits
+from bitdial.dial.plan import BitPlan
 from bitdial.errors import BudgetError, ConfigError
 from bitdial.planning.cost import Costs, as_written
-from bitdial.planning.problem import LayerLosses, Problem, build_problem, layer_losses, loss_weights
+from bitdial.planning.problem import LayerLosses, Pins, Problem, build_problem, layer_losses, loss_weights
 from bitdial.planning.progress import tracked
 from bitdial.planning.solve import solve
 from bitdial.sensitivity.result import Sensitivity, check_count
@@ -42,7 +42,7 @@ def search(
     *,
     objective: str = "error",
     groups: Iterable[Iterable[str]] = (),
-    pinned: Mapping[str, LayerBits] | None = None,
+    pinned: Pins | None = None,
     activation_bits: int | None = None,
 ) -> Candidate:
     """The plan of least predicted loss among all that keep within `budgets` ({quantity of `costs.of`: at most}).
@@ -51,7 +51,7 @@ def search(
     the paper's objective as meant). `sensitivity` is {layer: s_l}, for example the Hessian trace divided by the number
     of weights; a negative one counts as 0, and such a layer gets what the others leave. Layers of a group share their
     bits, as do layers on one weight; `pinned` layers have theirs, and so do layers with a width of their own unless
-    `pinned` gives them another. Activation bits of the others are the weight bits, or `activation_bits`. If no plan
+    `pinned` gives them another, or None, which sets them free. Activation bits of the others are the weight bits, or `activation_bits`. If no plan
     fits, BudgetError names the nearest value that can be met.
     """
     losses = layer_losses(model, objective)
@@ -69,7 +69,7 @@ def candidates(
     alternatives_at: Mapping[str, float] | None = None,
     objective: str = "error",
     groups: Iterable[Iterable[str]] = (),
-    pinned: Mapping[str, LayerBits] | None = None,
+    pinned: Pins | None = None,
     activation_bits: int | None = None,
     progress: bool = True,
 ) -> list[Candidate]:

@@ -17,6 +17,7 @@ from bitdial.sensitivity.result import Sensitivity, sensitivity_of
 OBJECTIVES: tuple[str, ...] = ("error", "bits")
 Pair = tuple[int, int]  # weight bits, activation bits
 LayerLosses = dict[str, dict[int, float]]  # {layer: {weight bits: loss}}
+Pins = Mapping[str, LayerBits | None]  # {layer: its bits; None: free, though it has a width of its own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ def build_problem(
     sensitivity: Sensitivity | Mapping[str, float],
     *,
     groups: Iterable[Iterable[str]] = (),
-    pinned: Mapping[str, LayerBits] | None = None,
+    pinned: Pins | None = None,
     activation_bits: int | None = None,
 ) -> Problem:
     """The table for `search`, from what each layer loses at each width and how much that matters (`sensitivity`).
@@ -87,14 +88,16 @@ def build_problem(
     Where `pinned` says nothing of layers that share their bits, those with a width of their own have it.
     """
     weight = loss_weights(sensitivity, list(costs.layers))
-    held = {name: _held(costs, name, bits) for name, bits in (pinned or {}).items()}
+    pins = pinned or {}
+    held = {name: _held(costs, name, bits) for name, bits in pins.items()}
     if activation_bits is not None:
         resolve_bits(costs.bit_choices, activation_bits)  # checks it
     place = {name: i for i, name in enumerate(costs.layers)}
     units = []
     for layers in _sharing(costs, groups):
-        own = {(bits, bits) for name in layers if (bits := costs.fixed_bits.get(name)) is not None}
-        asked = {held[name] for name in layers if name in held} or own
+        said = any(name in pins for name in layers)
+        own = {(bits, bits) for name in layers if not said and (bits := costs.fixed_bits.get(name)) is not None}
+        asked = {pair for name in layers if (pair := held.get(name)) is not None} or own
         if len(asked) > 1:
             raise PlanError(
                 f"layers {', '.join(map(repr, layers))} share their bits but are pinned to {sorted(asked)}"
@@ -163,10 +166,11 @@ def monotone(by_bits: Mapping[int, float]) -> dict[int, float]:
     return {b: min(v for lower, v in by_bits.items() if lower <= b) for b in by_bits}
 
 
-def _held(costs: Costs, name: str, bits: LayerBits) -> Pair:
+def _held(costs: Costs, name: str, bits: LayerBits | None) -> Pair | None:
+    """What `name` is held at; None: it is free."""
     if name not in costs.layers:
         raise PlanError(f"pinned names {name!r}, which is not a quantised layer of the model")
-    return resolve_bits({name: costs.bit_choices[name]}, bits)[name]
+    return None if bits is None else resolve_bits({name: costs.bit_choices[name]}, bits)[name]
 
 
 def _sharing(costs: Costs, groups: Iterable[Iterable[str]]) -> list[tuple[str, ...]]:
