@@ -192,6 +192,20 @@ def test_the_transformers_page_runs(in_tmp_path: Path) -> None:
     assert set(bitdial.get_bits(names["live"]).values()) == {(2, 2)}
 
 
+def test_the_page_on_serving_runs(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    names = run("docs/serving.md")
+    try:
+        assert capsys.readouterr().out.splitlines() == ["[8, 4, 2] 8"]
+        for answer in [*names["answers"], names["quiet"]]:
+            set_bits(names["live"], answer["bits"])
+            text = names["live"].generate(names["tokens"], max_new_tokens=5, do_sample=False, pad_token_id=0)
+            assert answer["tokens"] == text[0, names["tokens"].shape[1] :].tolist()
+        assert [names["width_for"](count) for count in (0, 1, 2, 3, 4)] == [8, 8, 4, 4, 2]
+    finally:
+        names["server"].server_close()
+
+
 def test_the_page_on_drafts_runs(in_tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
     names = run("docs/speculation.md")
@@ -487,14 +501,18 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     text = page("README.md") + page("docs/quickstart.md")
     commands = set(
         re.findall(
-            r"\bbitdial (demo|train|calibrate|eval|inspect|switch|export|repack|sensitivity|search|pareto)\b", text
+            r"\bbitdial (demo|train|calibrate|calibrate-llm|eval|eval-llm|inspect|switch|export|repack|sensitivity|"
+            r"search|pareto)(?![\w-])",
+            text,
         )
     )
     assert commands == {
         "demo",
         "train",
         "calibrate",
+        "calibrate-llm",
         "eval",
+        "eval-llm",
         "inspect",
         "switch",
         "export",
@@ -509,7 +527,7 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
         assert leaving.value.code == 0
     with pytest.raises(SystemExit):
         main(["--help"])
-    offered = re.findall(r"^    (\w+) ", capsys.readouterr().out.rpartition("COMMAND")[2], re.M)
+    offered = re.findall(r"^    ([\w-]+)(?: |$)", capsys.readouterr().out.rpartition("COMMAND")[2], re.M)
     assert set(offered) == commands, "the README lists every command"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bitdial import recipes
+from bitdial.calibrate.config import EFFORTS
 from bitdial.cli import (
     calibrate,
     calibrate_options,
@@ -17,6 +18,7 @@ from bitdial.cli import (
     export,
     image_options,
     language_options,
+    llm_options,
     mixed_options,
     parser,
     train_options,
@@ -27,6 +29,7 @@ from bitdial.functional import SCHEMES, TIE_RULES
 from bitdial.images.settings import INTERPOLATIONS, ORDERS
 from bitdial.language.tasks import TASKS
 from bitdial.live.kernel_choice import KERNELS
+from bitdial.nn.rotation import RESIDUAL
 from bitdial.planning import OBJECTIVES
 from bitdial.planning.cost import QUANTITIES
 from bitdial.prepare.config import SCALE_GRADIENTS, STARTS
@@ -40,6 +43,7 @@ COMMANDS = [
     "demo",
     "train",
     "calibrate",
+    "calibrate-llm",
     "eval",
     "eval-llm",
     "inspect",
@@ -63,6 +67,8 @@ def test_choices_are_those_of_the_library() -> None:
     assert parser.OPSETS == OPSETS
     assert tuple(export.TYPES) == parser.INPUT_TYPES
     assert tuple(calibrate.FIRST_LAST) == calibrate_options.FIRST_LAST
+    assert calibrate_options.EFFORTS == EFFORTS
+    assert {*llm_options.ROTATIONS, None} == {*RESIDUAL}
     assert image_options.ORDERS == ORDERS
     assert tuple(TASKS) == language_options.TASKS
     assert image_options.INTERPOLATIONS == INTERPOLATIONS
@@ -161,7 +167,7 @@ def test_help_imports_no_torch() -> None:
     [
         ("", "the following arguments are required: COMMAND", ""),
         ("trian digits", "argument COMMAND: 'trian' is not known, did you mean train?", ""),
-        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, calibrate, eval, ", ""),
+        ("xyz", "argument COMMAND: 'xyz' is not known; choose one of demo, train, calibrate, calibrate-llm, ", ""),
         ("train", "the following arguments are required: RECIPE, --out", "train"),
         ("train digit --out x", "argument RECIPE: 'digit' is not known, did you mean digits?", "train"),
         ("train digits --ouut x", "there is no option --ouut, did you mean --out?", "train"),

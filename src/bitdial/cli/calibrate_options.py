@@ -8,7 +8,7 @@ from bitdial.cli.image_options import LABELS_HELP, setting_arguments, weights_ar
 from bitdial.cli.train_options import SCHEMES
 
 # As in the library; tests/cli/test_parser.py compares.
-EFFORTS = ("quick", "full")
+EFFORTS = ("quick", "medium", "full")
 FIRST_LAST = ("float", "8", "same")
 
 

@@ -14,9 +14,9 @@ from bitdial.cli.parser import build_parser
 from bitdial.cli.usage import printable
 from bitdial.errors import BitdialError, ConfigError
 
-RESUMED = ("train", "calibrate")  # commands that go on from what was saved
+RESUMED = ("train", "calibrate", "calibrate-llm")  # commands that go on from what was saved
 # Commands whose inputs are so much of their usage that what is wrong with them is 2.
-ANSWERED_AS_USAGE = ("calibrate", "eval-llm", f"train {LLM}", f"train {DETECTOR}")
+ANSWERED_AS_USAGE = ("calibrate", "calibrate-llm", "eval-llm", f"train {LLM}", f"train {DETECTOR}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,12 +59,13 @@ def _in_one_line(problem: BaseException) -> str:
 
 def _action(name: str) -> Callable[[argparse.Namespace], None]:
     """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
-    from bitdial.cli import calibrate, demo, evaluate, export, inspection, language, mixed, repack, train
+    from bitdial.cli import calibrate, calibrate_llm, demo, evaluate, export, inspection, language, mixed, repack, train
 
     return {
         "demo": demo.run,
         "train": train.run,
         "calibrate": calibrate.run,
+        "calibrate-llm": calibrate_llm.run,
         "eval": evaluate.run_eval,
         "eval-llm": language.run,
         "inspect": inspection.run,

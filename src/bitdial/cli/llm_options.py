@@ -8,6 +8,7 @@ from bitdial.cli.train_options import SCHEMES, STARTS, UPDATES
 from bitdial.cli.usage import Parser
 
 LLM = "llm"
+ROTATIONS = ("online", "merged")  # as in the library; tests/cli/test_parser.py compares
 
 
 def llm_parser(prog: str) -> Parser:
@@ -49,8 +50,8 @@ def _quantisation(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rotate",
         nargs="?",
-        const="online",
-        choices=("online", "merged"),
+        const=ROTATIONS[0],
+        choices=ROTATIONS,
         help="rotate the model first, for quantised activations: 'online' (if nothing is named) behind each norm, "
         "'merged' into the weights, which costs nothing at run time and is less accurate at few bits",
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bitdial._version import __version__
 from bitdial.cli.arguments import BITS_HELP, bits_setting, file_argument, shape
+from bitdial.cli.calibrate_llm_options import calibrate_llm_options
 from bitdial.cli.calibrate_options import calibrate_options
 from bitdial.cli.detection_options import DETECTOR, detector_parser, eval_detection_options
 from bitdial.cli.image_options import eval_options
@@ -35,6 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     }
     calibrate_options(
         commands.add_parser("calibrate", help="a pretrained model at every width, from images without labels")
+    )
+    calibrate_llm_options(
+        commands.add_parser("calibrate-llm", help="a language model at every width, from a text, without training")
     )
     _eval_options(
         commands.add_parser(
