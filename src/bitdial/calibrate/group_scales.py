@@ -14,7 +14,7 @@ from torch import Tensor
 from bitdial import functional as bf
 from bitdial.calibrate.rounding import Problem, Setting
 
-TRIED = (0, -1, 1)  # what is added to a multiple; the present one is kept unless another is better
+TRIED = (-1, 1)  # what is added to a multiple
 
 
 @torch.no_grad()
@@ -39,22 +39,19 @@ def choose_multiples(
     for run in energies.sum(dim=1).argsort(descending=True).tolist():
         columns = run * energies.shape[1] + energies[run].argsort(descending=True)
         own, held = codes[:, :, columns], multiples[:, :, run]
-        least = torch.full_like(row_scale, float("inf"))
+        best = held
+        kept, changes, least = _tried(problem, columns, own, own, row_scale * held, row_scale * held)
         for added in TRIED:
             multiple = (held + added).clamp(1, bf.MOST_MULTIPLIER)
             rescaled = table[own] * (held / multiple)[..., None]
-            start = torch.searchsorted((table[1:] + table[:-1]) / 2, rescaled) if added else own
-            found, changes, cost = _tried(problem, columns, own, start, row_scale * held, row_scale * multiple)
+            start = torch.searchsorted((table[1:] + table[:-1]) / 2, rescaled)
+            found, moves, cost = _tried(problem, columns, own, start, row_scale * held, row_scale * multiple)
             better = cost < least
-            least = torch.where(better, cost, least)
-            if added == 0:
-                best, kept, moves = multiple, found, changes
-                continue
-            best = torch.where(better, multiple, best)
+            best, least = torch.where(better, multiple, best), torch.where(better, cost, least)
             kept = torch.where(better[..., None], found, kept)
-            moves = [torch.where(better[..., None], new, old) for new, old in zip(changes, moves, strict=True)]
+            changes = [torch.where(better[..., None], new, old) for new, old in zip(moves, changes, strict=True)]
         multiples[:, :, run], codes[:, :, columns] = best, kept
-        problem.move(columns, moves)
+        problem.move(columns, changes)
     return multiples, codes
 
 
