@@ -100,7 +100,8 @@ def test_the_page_on_progressive_files_runs(
     printed = capsys.readouterr().out.splitlines()
     part = names["two_bits"]
     assert printed == [f"2 {part.begin} {part.end}", "(8, 6, 4, 2)"]
-    assert ["runs at 2 bits, without 8, 6, 4" in record.message for record in caplog.records] == [True]
+    said = [record.message for record in caplog.records if record.name != "bitdial.nn.untouched"]
+    assert ["runs at 2 bits, without 8, 6, 4" in message for message in said] == [True]
     for comment in ("# (8, 6, 4, 2): all", "the model runs at 2 bits, without 8, 6, 4"):
         assert comment in page("docs/progressive.md")
 

@@ -93,7 +93,7 @@ def test_where_one_cannot_be_followed_nothing_is_compared(
     path = saved_block(Branching())
     assert "graph" not in read_artifact(path).manifest
     load(path, Block("another order"))
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.name != "bitdial.nn.untouched"] == []
 
 
 def test_long_models(saved_block: Callable[..., Path]) -> None:

@@ -35,6 +35,7 @@ from bitdial.nn import UNKNOWN, ActivationSite, QuantLayer, SwitchableBatchNorm,
 from bitdial.nn.decompose import decomposed_modules
 from bitdial.nn.rotation import rotation_entry
 from bitdial.nn.single_width import check_trained_widths
+from bitdial.nn.untouched import check_learned
 from bitdial.prepare.report import REPORT, ModelReport
 from bitdial.sensitivity.result import Sensitivity
 
@@ -73,6 +74,7 @@ def save(
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
+    check_learned(model)
     tensors, entries = _contents(model, layers)
     _check_plans(model, plans or {})
     if sensitivity is not None:

@@ -23,6 +23,7 @@ from bitdial.nn.decompose import decompose
 from bitdial.nn.layer_kinds import LINEAR
 from bitdial.nn.single_width import watch_width
 from bitdial.nn.swap import swap_modules, turn_off_fast_paths
+from bitdial.nn.untouched import remember_start
 from bitdial.prepare.activation_ranges import LayerInput
 from bitdial.prepare.attention_products import quantize_products
 from bitdial.prepare.config import QuantConfig
@@ -81,6 +82,7 @@ def prepare(model: nn.Module, config: QuantConfig, calibration: Batch | Sequence
     swap_modules(model, new)
     set_bits(model, config.bit_choices[0])
     watch_width(model)
+    remember_start(model)
 
     report = ModelReport(**found.facts(), float_bytes=before, **expected_bytes(model), warnings=tuple(said))
     setattr(model, REPORT, report)

@@ -314,7 +314,8 @@ def test_what_is_chosen(
     gpu, choose = torch.device("cuda"), kernel_choice.choose_kernels
     monkeypatch.setattr(kernel_choice, "missing_on", lambda device: None)
     kernel_choice._say_once.cache_clear()
-    artifact = read_artifact(saved("double_rounding"))
+    artifact, learned = read_artifact(saved("double_rounding")), read_artifact(saved("lsq"))
+    caplog.clear()  # of what save says
     assert choose(artifact, gpu, torch.bfloat16, None) == "packed"
     assert choose(artifact, torch.device("cpu"), torch.bfloat16, None) == "packed"
     assert choose(artifact, torch.device("cpu"), None, None) == "float"
@@ -326,7 +327,7 @@ def test_what_is_chosen(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert choose(artifact, gpu, None, None) == "float"
-            assert choose(read_artifact(saved("lsq")), gpu, torch.float16, None) == "float"
+            assert choose(learned, gpu, torch.float16, None) == "float"
     assert [r.message for r in caplog.records] == [
         "float kernels run: packed ones need 16 bits, load(..., dtype=torch.bfloat16) or torch.float16"
     ]
