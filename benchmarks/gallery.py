@@ -1,7 +1,7 @@
 """Models from everywhere through the whole path: prepare, two training steps, save, load, every width, ONNX.
 
     python benchmarks/gallery.py                    # ours, people's own, transformers'; results/gallery.json, the page
-    python benchmarks/gallery.py --timm             # timm's too, where it can be imported
+    python benchmarks/gallery.py --timm             # timm's and torchvision's too, where they are installed
     python benchmarks/gallery.py --only UNet BERT   # some of them, anew
     python benchmarks/gallery.py --page             # docs/gallery.md from the rows alone
 
@@ -35,7 +35,7 @@ from typing import Any
 
 import gallery_page
 import torch
-from gallery_models import OURS, OWN, TIMM, TRANSFORMERS, Case
+from gallery_models import OURS, OWN, TIMM, TORCHVISION, TRANSFORMERS, Case
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -68,8 +68,10 @@ SOURCES: dict[str, dict[str, Callable[[], Case]]] = {
     "own": OWN,
     "transformers": TRANSFORMERS,
     "timm": TIMM,
+    "torchvision": TORCHVISION,
 }
-PACKAGES = ("transformers", "timm", "onnx", "onnxruntime", "onnxscript")
+OPTIONAL = ("timm", "torchvision")  # sources that --timm asks for
+PACKAGES = ("transformers", "timm", "torchvision", "onnx", "onnxruntime", "onnxscript")
 Row = dict[str, Any]
 
 
@@ -114,12 +116,12 @@ def _through(row: Row, make: Callable[[], Case], path: Path, seed: int) -> None:
         row["trainable_equals_live"] = _same(load_trainable(path, skeleton).eval(), live, case)
     with _step(row, "integer kernels"):
         exact = code_exact(live)
-        row["exact_difference"] = _most([_difference(a, b) for a, b in _outputs(exact, live, case)])
+        row["exact_difference"] = _most([_difference(a, b) for a, b in _outputs(exact, live, case, part=True)])
         row["integer_equals_exact"] = _same(load(path, skeleton, kernels="integer"), exact, case)
     if case.config.get("activations") == "float":
         with _step(row, "packed kernels"):
             packed = load(path, skeleton, kernels="packed")
-            row["packed_difference"] = _most([_difference(a, b) for a, b in _outputs(packed, live, case)])
+            row["packed_difference"] = _most([_difference(a, b) for a, b in _outputs(packed, live, case, part=True)])
     with _step(row, "onnx"):
         differences = [_onnx(live, case, bits, path.with_suffix(".onnx")) for bits in ONNX_WIDTHS]
         row["onnx_max_difference"] = _most(differences)
@@ -129,8 +131,9 @@ def _prepare(row: Row, case: Case) -> nn.Module:
     """Prepare, and note what became of the layers; the float model must stay what it was."""
     model = case.model.eval()
     with torch.no_grad():
-        before = call(model, case.inputs)
-    prepared = prepare(model, QuantConfig(bit_choices=BIT_CHOICES, **case.config), case.inputs)
+        before, part = call(model, case.inputs), _part(model, case)
+    batches = [case.inputs] if isinstance(case.inputs, list) else case.inputs  # a list of images is one batch
+    prepared = prepare(model, QuantConfig(bit_choices=BIT_CHOICES, **case.config), batches)
     layers = dialled_layers(prepared)
     weights = {layer.weight: layer.weight.numel() for layer in layers.values()}
     row["quantised_share"] = round(sum(weights.values()) / row["parameters"], 4)
@@ -142,8 +145,13 @@ def _prepare(row: Row, case: Case) -> nn.Module:
     with torch.no_grad():
         if not _equal(before, call(model, case.inputs)):
             raise AssertionError("prepare changed the float model")
-        row["difference_at_8_bits"] = _difference(call(prepared.eval(), case.inputs), before)
+        row["difference_at_8_bits"] = _difference(_part(prepared.eval(), case), part)
     return prepared
+
+
+def _part(model: nn.Module, case: Case) -> Any:
+    """What differences are taken of."""
+    return call(model.get_submodule(case.part), case.compared)
 
 
 def _float_layers(report: ModelReport) -> dict[str, list[str]]:
@@ -162,13 +170,15 @@ def _train(prepared: nn.Module, case: Case) -> None:
     step.end_epoch()
 
 
-def _outputs(left: nn.Module, right: nn.Module, case: Case) -> Iterator[tuple[Any, Any]]:
-    """What both models give, width by width."""
+def _outputs(left: nn.Module, right: nn.Module, case: Case, *, part: bool = False) -> Iterator[tuple[Any, Any]]:
+    """What both models give, or their part, width by width."""
     for bits in BIT_CHOICES:
         set_bits(left, bits)
         set_bits(right, bits)
         with torch.no_grad():
-            yield call(left, case.inputs), call(right, case.inputs)
+            yield (
+                (_part(left, case), _part(right, case)) if part else tuple(call(m, case.inputs) for m in (left, right))
+            )
 
 
 def _same(left: nn.Module, right: nn.Module, case: Case) -> bool:
@@ -182,15 +192,16 @@ def _onnx(live: nn.Module, case: Case, bits: int, path: Path) -> float:
     import onnxruntime
 
     set_bits(live, bits)
-    export_onnx(live, path, case.inputs, bits=bits)
+    export_onnx(live, path, case.compared, bits=bits, part=case.part or None)
     options = onnx_session_options()
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
-    given = case.inputs if isinstance(case.inputs, dict) else dict(zip(names, tree_leaves(case.inputs), strict=True))
+    inputs = case.compared
+    given = inputs if isinstance(inputs, dict) else dict(zip(names, tree_leaves(inputs), strict=True))
     found = session.run(None, {name: given[name].numpy() for name in names})
     with torch.no_grad():
-        return _difference([torch.from_numpy(array) for array in found], call(live, case.inputs))
+        return _difference([torch.from_numpy(array) for array in found], _part(live, case))
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -300,7 +311,7 @@ def _new_pool() -> concurrent.futures.ProcessPoolExecutor:
 def main(arguments: list[str] | None = None) -> int:
     """Run what is wanted and not there yet, write the rows and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timm", action="store_true", help="timm's models too")
+    parser.add_argument("--timm", action="store_true", help="timm's and torchvision's models too")
     parser.add_argument("--only", nargs="+", metavar="MODEL", help="these models, anew")
     parser.add_argument("--anew", action="store_true", help="all rows, not only those that are missing")
     parser.add_argument("--page", action="store_true", help="write the page from the rows, run nothing")
@@ -318,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    names = [(s, n) for s, models in SOURCES.items() if s != "timm" or options.timm for n in models]
+    names = [(s, n) for s, models in SOURCES.items() if s not in OPTIONAL or options.timm for n in models]
     if options.only:
         names = [(s, n) for s, models in SOURCES.items() for n in models if n in options.only]
         if missing := set(options.only) - {n for _, n in names}:
@@ -328,7 +339,7 @@ def _run(options: argparse.Namespace, record: dict[str, Any]) -> None:
     order = [(s, n) for s, models in SOURCES.items() for n in models]
     head = {
         "command": "python benchmarks/gallery.py --timm", "seed": options.seed, "bit_choices": list(BIT_CHOICES),
-        "device": f"CPU, 1 thread a model, {platform.machine()}", "versions": _versions(),
+        "device": f"CPU, 1 thread a model, {platform.machine()}", "versions": record.get("versions", {}) | _versions(),
     }  # fmt: skip
     for row in measure_all(wanted, options.seed, options.jobs, options.limit):
         kept[row["source"].split()[0], row["model"]] = row

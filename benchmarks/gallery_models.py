@@ -1,4 +1,4 @@
-"""The models of benchmarks/gallery.py: ours, timm's, transformers', and networks as people write them.
+"""The models of benchmarks/gallery.py: ours, timm's, torchvision's, transformers', and networks as people write them.
 
 Each is a function without arguments that returns a `Case`: a small model with random weights, a batch, and a loss. What
 it draws comes from torch's own generator, which the benchmark seeds before.
@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial import build_model
+from bitdial import OwnLosses, build_model
 from bitdial.prepare.model_call import Batch
 
 CLASSES, TOKENS = own.CLASSES, 64
@@ -28,7 +29,8 @@ Loss = Callable[[Any, Any], Tensor]
 class Case:
     """A model, a batch that it takes, and how to train on it.
 
-    `config` has the settings of QuantConfig that differ from the default.
+    `config` has the settings of QuantConfig that differ from the default. Of a detector, which keeps the boxes of the
+    best scores, differences are taken of a `part` on `part_inputs`, and that is exported.
     """
 
     model: nn.Module
@@ -36,6 +38,13 @@ class Case:
     targets: Any
     loss: Loss = F.cross_entropy
     config: Mapping[str, Any] = field(default_factory=dict)
+    part: str = ""
+    part_inputs: Tensor | None = None
+
+    @property
+    def compared(self) -> Batch:
+        """The inputs of what differences are taken of."""
+        return self.inputs if self.part_inputs is None else self.part_inputs
 
 
 def images(batch: int = 4, channels: int = 3, size: int = 16) -> Tensor:
@@ -60,16 +69,14 @@ def on_classes(output: Tensor, targets: Tensor) -> Tensor:
 
 @functools.cache
 def package_of(name: str) -> ModuleType:
-    """The package `name`, which may import torchvision.
-
-    Beside a CPU torch, torchvision lacks operators that nothing here calls, and cannot be imported. They are named
-    first, without a body.
-    """
-    if importlib.util.find_spec("torchvision") is not None:
-        for operator in ("nms", "qnms"):
-            if not hasattr(torch.ops.torchvision, operator):
-                boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                torch.library.define(f"torchvision::{operator}", boxes)
+    """The package `name`, which may import torchvision; beside a CPU torch that needs operators, which tests have."""
+    path = Path(__file__).resolve().parent.parent / "tests" / "integration" / "torchvision_ops.py"
+    spec = importlib.util.spec_from_file_location("torchvision_ops", path)
+    assert spec is not None
+    assert spec.loader is not None
+    operators = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(operators)
+    operators.torchvision_or_none()
     return importlib.import_module(name)
 
 
@@ -281,4 +288,58 @@ TIMM: dict[str, Callable[[], Case]] = {
     "mobilevit_xxs": lambda: timm("mobilevit_xxs", size=64),
     "edgenext_xx_small": lambda: timm("edgenext_xx_small", size=64),
     "pit_ti": lambda: timm("pit_ti_224", size=224),
+}
+
+
+# --- torchvision: detectors and segmentation ------------------------------------------------------
+
+NONE = {"weights": None, "weights_backbone": None, "num_classes": 3}
+SMALL_IMAGES = {"min_size": 64, "max_size": 96}
+TWO_STAGES = {**SMALL_IMAGES, "box_score_thresh": 0.0, "box_detections_per_img": 4, "rpn_pre_nms_top_n_test": 20,
+              "rpn_post_nms_top_n_test": 8}  # fmt: skip
+ONE_STAGE = {"score_thresh": 0.0, "detections_per_img": 4, "topk_candidates": 8}
+
+
+def detector(name: str, settings: Mapping[str, Any]) -> Case:
+    """A detector of torchvision's on two images, of odd sizes, with one object each; it keeps boxes of any score."""
+    model = getattr(package_of("torchvision").models.detection, name)(**NONE, **settings)
+    pictures = [torch.rand(3, 40, 48), torch.rand(3, 37, 61)]
+    corners = torch.tensor([[4.0, 5.0, 20.0, 24.0]])
+    targets = []
+    for number, picture in enumerate(pictures):
+        mask = torch.zeros(1, *picture.shape[1:], dtype=torch.uint8)
+        mask[:, 5:24, 4:20] = 1
+        targets.append({"boxes": corners, "labels": torch.tensor([1 + number]), "masks": mask})
+    return Case(
+        model=model, inputs=pictures, targets=targets, loss=OwnLosses(), config={"start": "3std"},
+        part="backbone", part_inputs=images(2, size=320 if "ssd" in name else 64),
+    )  # fmt: skip
+
+
+def _pixels(output: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(output["out"], targets)
+
+
+def segmentation(name: str) -> Case:
+    """A segmentation model of torchvision's."""
+    model = getattr(package_of("torchvision").models.segmentation, name)(**NONE)
+    return Case(
+        model=model, inputs=images(2, size=48), targets=labels(2, 48, 48, classes=3), loss=_pixels,
+        config={"start": "3std"},
+    )  # fmt: skip
+
+
+TORCHVISION: dict[str, Callable[[], Case]] = {
+    "maskrcnn_resnet50_fpn": lambda: detector("maskrcnn_resnet50_fpn", TWO_STAGES),
+    "maskrcnn_resnet50_fpn_v2": lambda: detector("maskrcnn_resnet50_fpn_v2", TWO_STAGES),
+    "fasterrcnn_resnet50_fpn_v2": lambda: detector("fasterrcnn_resnet50_fpn_v2", TWO_STAGES),
+    "fasterrcnn_mobilenet_v3_large_fpn": lambda: detector("fasterrcnn_mobilenet_v3_large_fpn", TWO_STAGES),
+    "retinanet_resnet50_fpn": lambda: detector("retinanet_resnet50_fpn", SMALL_IMAGES | ONE_STAGE),
+    "retinanet_resnet50_fpn_v2": lambda: detector("retinanet_resnet50_fpn_v2", SMALL_IMAGES | ONE_STAGE),
+    "fcos_resnet50_fpn": lambda: detector("fcos_resnet50_fpn", SMALL_IMAGES | ONE_STAGE),
+    "ssdlite320_mobilenet_v3_large": lambda: detector("ssdlite320_mobilenet_v3_large", ONE_STAGE),
+    "ssd300_vgg16": lambda: detector("ssd300_vgg16", ONE_STAGE),
+    "deeplabv3_resnet50": lambda: segmentation("deeplabv3_resnet50"),
+    "fcn_resnet50": lambda: segmentation("fcn_resnet50"),
+    "lraspp_mobilenet_v3_large": lambda: segmentation("lraspp_mobilenet_v3_large"),
 }

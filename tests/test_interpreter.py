@@ -1,4 +1,4 @@
-"""All tests of kernels once more in processes with Triton's interpreter, where there is no GPU to run them on.
+"""All tests of kernels once more in a process with Triton's interpreter, where there is no GPU to run them on.
 
 A test marked `interpreter` runs there too, on Triton kernels; here it runs on the reference. One marked
 `interpreter(only=True)` runs there alone. On a GPU both run compiled, and nothing has to run twice.
@@ -22,14 +22,13 @@ FOLDERS = ("tests/kernels", "tests/live", "tests/train/gpu")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here kernels run compiled")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already runs under the interpreter")
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_kernels_under_the_interpreter(folder: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreter", folder]
+def test_kernels_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "interpreter", "-rA", *FOLDERS]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-5000:]
-    (passed,) = re.findall(r"(\d+) passed", done.stdout)
-    assert int(passed) > 10
+    for folder in FOLDERS:
+        assert len(re.findall(rf"^PASSED {folder}/", done.stdout, re.MULTILINE)) > 10, folder
 
 
 def test_every_marked_test_is_in_one_of_the_folders() -> None:

@@ -74,6 +74,7 @@ class File:
             header[name]["data_offsets"][1] = len(buffer)
         metadata = {"manifest": text, "digest": hashlib.sha256(total).hexdigest()}
         head = json.dumps({"__metadata__": metadata, **header}).encode()
+        path.unlink(missing_ok=True)  # ext4 waits for the disk where a file is written over
         path.write_bytes(struct.pack("<Q", len(head)) + head + buffer)
         return path
 

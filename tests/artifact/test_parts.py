@@ -194,6 +194,7 @@ class Parts:
         total += "".join(f"\n{n} {e['dtype']} {'x'.join(map(str, e['shape']))}" for n, e in entries.items())
         metadata = {**texts, "digest": hashlib.sha256(total.encode()).hexdigest()}
         head = json.dumps({"__metadata__": metadata, **entries}).encode()
+        path.unlink(missing_ok=True)  # ext4 waits for the disk where a file is written over
         path.write_bytes(struct.pack("<Q", len(head)) + head + buffer)
         return path
 

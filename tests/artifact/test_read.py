@@ -58,6 +58,7 @@ def test_truncated(saved: Callable[..., Path]) -> None:
     path = saved()
     data = path.read_bytes()
     for length in (*range(0, len(data), 97), len(data) - 1):
+        path.unlink()  # ext4 waits for the disk where a file is written over
         path.write_bytes(data[:length])
         refused(path, "truncated or damaged")
 
@@ -578,7 +579,8 @@ def test_architectures_of_endless_depth(shipped: Path, open_file: OpenFile) -> N
         ("tiny_transformer", {"depth": 10**9, "width": 4, "heads": 1}),
     ]
     script = """
-import sys
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, (12, 12))  # seconds of this process, whatever else the machine does
 from bitdial import load
 from bitdial.errors import ArtifactError
 for path in sys.argv[1:]:
@@ -592,11 +594,8 @@ for path in sys.argv[1:]:
         file.manifest["architecture"] = {"name": name, "arguments": arguments}
         file.write(shipped.parent / str(i))
     command = [sys.executable, "-c", script, *(str(shipped.parent / str(i)) for i in range(len(deep)))]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=12, env=HERE)
-    except subprocess.TimeoutExpired:
-        pytest.fail("still building after 12 s")
-    assert run.stdout.split() == ["refused"] * len(deep), run.stderr
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=HERE)
+    assert run.stdout.split() == ["refused"] * len(deep), (run.returncode, run.stderr)
 
 
 def test_huge_architectures_take_no_memory(shipped: Path, open_file: OpenFile) -> None:
@@ -704,8 +703,9 @@ def test_random_damage(
     counts, problems, slowest = {"refused": 0, "same": 0}, [], 0.0
     for _ in range(1000):
         changed = corrupt(data, file.header_bytes, rng)
+        path.unlink()  # ext4 waits for the disk where a file is written over
         path.write_bytes(changed)
-        begin = time.perf_counter()
+        begin = time.process_time()
         try:
             found = read_artifact(path)
         except BitdialError:
@@ -720,7 +720,7 @@ def test_random_damage(
                 assert tensor.dtype == good.tensors[name].dtype
                 assert torch.equal(tensor, good.tensors[name])
             load(found, model)
-        slowest = max(slowest, time.perf_counter() - begin)
+        slowest = max(slowest, time.process_time() - begin)
     assert problems == []
     assert counts["refused"] > 900  # the changes do reach something
     assert slowest < 5.0

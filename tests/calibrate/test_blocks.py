@@ -57,6 +57,41 @@ def test_values_that_are_read_much_later_are_handed_on() -> None:
         assert set(block.reads) <= set(before.gives)
 
 
+class Tower(nn.Module):
+    """A row of layers on several inputs; or the row twice, the second time on what it gave."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
+        self.again = again
+
+    def row(self, x: Tensor) -> Tensor:
+        for row in self.rows:
+            for layer in row:
+                x = torch.relu(layer(x))
+        return x
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        if self.again:
+            return self.row(self.row(a)) + b + c
+        return torch.cat([self.row(x) for x in (a, b, c)])
+
+
+def test_a_layer_is_in_one_block_with_all_of_its_calls() -> None:
+    inputs = tuple(torch.randn(2, 4) for _ in range(3))
+    model = prepare(Tower(), QuantConfig(keep_first_last=False), inputs)
+    blocks = find_blocks(model)
+    assert [(block.name, len(block.layers)) for block in blocks] == [("rows.0", 3), ("rows.1", 3)]
+    places = [node.target for block in blocks for node in block.nodes if node.op == "call_module"]
+    assert places == [f"rows.{row}.{layer}" for row in range(2) for layer in range(3) for _ in range(3)]
+    assert len(blocks[0].made) == 3  # a value for each of the three inputs goes on
+
+    model = prepare(Tower(again=True), QuantConfig(keep_first_last=False), inputs)
+    found = [set(block.layers) for block in find_blocks(model)]
+    assert set.union(*found) == {f"rows.{row}.{layer}" for row in range(2) for layer in range(3)}
+    assert sum(map(len, found)) == 6
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -173,3 +173,27 @@ def test_images_in_which_nothing_is_found_cannot_calibrate_the_mask_branch() -> 
     model.score_threshold = 2.0
     with pytest.raises(QuantizationError, match=r"mask_branch.*score_threshold = 0"):
         calibrate(model, [images(2)], progress=False)
+
+
+def test_crops_that_are_collected_in_one_tensor_were_chosen_too() -> None:
+    class Collected(nn.Module):
+        """Writes what it finds at its best places into a tensor, as torchvision does level by level."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
+            self.scores = nn.Conv2d(4, 1, 1)
+            self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            x = self.stem(torch.stack(images))
+            best = self.scores(x).flatten(1).topk(2).indices
+            crops = torch.zeros(2, len(images), 4)
+            for place, rows in enumerate(crops):
+                rows.copy_(x.flatten(2)[torch.arange(len(images)), :, best[:, place]])
+            return [{"boxes": self.head(crops)[:, number]} for number in range(len(images))]
+
+    torch.manual_seed(0)
+    few = [torch.rand(3, 8, 8) for _ in range(2)]
+    model = prepare(Collected(), QuantConfig(bit_choices=WIDTHS, start="3std", keep_first_last=False), [few])
+    assert {part.name: part.chosen for part in find_parts(model, few)} == {"stem": False, "scores": False, "head": True}

@@ -180,6 +180,7 @@ def test_saved_again(tmp_path: Path) -> None:
         assert again.manifest | {"written_by": ""} == artifact.manifest | {"written_by": ""}, name
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_random_walks() -> None:
     """Where a model comes from does not matter: at each setting, whatever was set before, its logits are the same."""

@@ -248,6 +248,7 @@ def test_costs_sensitivity_and_search() -> None:
         assert torch.isfinite(call(model, batch)).all()
 
 
+@pytest.mark.slow
 def test_onnx(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

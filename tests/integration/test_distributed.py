@@ -449,6 +449,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "sigterm_to_one_rank_stops_both",
     ],
 )
+@pytest.mark.slow
 def test_two_processes(name: str, outcome: dict[str, Any]) -> None:
     for rank, said in enumerate(outcome["ranks"]):
         assert name in said, f"rank {rank} never got there (exit {outcome['code']}):\n{outcome['log']}"

@@ -142,6 +142,7 @@ def _stop_after_three(self: Any, run: Run) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole in each", "sharded", "handed on", "handed back"])
 def test_the_weights_are_those_of_one_process(name: str, outcome: dict[str, Any]) -> None:
     """Also of runs that one process began and two went on with, and the other way round."""

@@ -28,7 +28,7 @@ def test_what_is_missing_is_said_before_anything_trains(tmp_path, monkeypatch, c
 @pytest.mark.slow
 def test_mixed_demo_keeps_its_promises(tmp_path) -> None:
     told: list[str] = []
-    outcome = run_mixed_demo(tmp_path, epochs=3, points=7, progress=False, tell=told.append)
+    outcome = run_mixed_demo(tmp_path, epochs=2, points=5, progress=False, tell=told.append)
     assert len(told) == 6
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mixed.html", "mixed.json", "mixed.safetensors"]
     result = json.loads((tmp_path / "mixed.json").read_text())

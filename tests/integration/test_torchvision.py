@@ -1,4 +1,6 @@
-"""prepare works unchanged on torchvision's own models; runs where torchvision imports (not beside CPU torch)."""
+"""prepare works unchanged on torchvision's own models; see torchvision_ops.py for torchvision beside CPU torch."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -6,18 +8,16 @@ import torch
 import bitdial
 from bitdial.dial.dial import dialled_layers
 
-try:
-    from torchvision import models as torchvision_models
-except (ImportError, RuntimeError):
-    torchvision_models = None
+from .torchvision_ops import torchvision_or_none
 
-pytestmark = pytest.mark.skipif(torchvision_models is None, reason="needs a torchvision that imports")
+torchvision: Any = torchvision_or_none()
+pytestmark = pytest.mark.skipif(torchvision is None, reason="needs torchvision; see torchvision_ops.py")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2"])
 def test_torchvision_model_prepares_trains_ships_and_runs(name: str, tmp_path) -> None:
     torch.manual_seed(0)
-    model = getattr(torchvision_models, name)(num_classes=10)
+    model = getattr(torchvision.models, name)(num_classes=10)
     x, y = torch.randn(4, 3, 64, 64), torch.randint(0, 10, (4,))
     prepared = bitdial.prepare(model, bitdial.QuantConfig(), x)
     ours = bitdial.prepare(bitdial.build_model(name, num_classes=10), bitdial.QuantConfig(), x)

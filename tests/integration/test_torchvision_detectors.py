@@ -1,4 +1,4 @@
-"""torchvision's own detectors all the way; runs where torchvision imports (not beside CPU torch)."""
+"""torchvision's own detectors all the way; see torchvision_ops.py for torchvision beside CPU torch."""
 
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,15 @@ from bitdial import (
     set_bits,
     train,
 )
+from bitdial.errors import ConfigError
 from bitdial.prepare.report import REPORT
+from bitdial.recipes.detectors import DetectorKind
 
 from .scenes import WIDTHS, scenes
+from .torchvision_ops import torchvision_or_none
 
-try:
-    from torchvision.models import detection
-    from torchvision.ops.misc import FrozenBatchNorm2d
-except (ImportError, RuntimeError):
-    detection = None
-
-pytestmark = pytest.mark.skipif(detection is None, reason="needs a torchvision that imports")
+torchvision: Any = torchvision_or_none()
+pytestmark = pytest.mark.skipif(torchvision is None, reason="needs torchvision; see torchvision_ops.py")
 
 NONE: dict[str, Any] = {"weights": None, "weights_backbone": None, "num_classes": 3, "min_size": 64, "max_size": 96}
 FEW = {"box_score_thresh": 0.0, "box_detections_per_img": 4, "rpn_pre_nms_top_n_test": 20, "rpn_post_nms_top_n_test": 8}
@@ -73,7 +71,7 @@ def test_a_detector_of_torchvision_trains_ships_and_runs(name: str, tmp_path: Pa
     torch.manual_seed(0)
     settings, predictors = DETECTORS[name]
     images, targets = scenes(1, 2)
-    model = getattr(detection, name)(**NONE, **settings).eval()
+    model = getattr(torchvision.models.detection, name)(**NONE, **settings).eval()
     prepared: Any = prepare(model, QuantConfig(bit_choices=WIDTHS, start="3std"), [images])
     report: Any = getattr(prepared, REPORT)
     assert report.first_layers == ("backbone.body.conv1",)
@@ -97,6 +95,26 @@ def test_a_detector_of_torchvision_trains_ships_and_runs(name: str, tmp_path: Pa
 def test_frozen_norms_of_torchvision_are_known() -> None:
     from bitdial.nn.decompose import decomposition_of
 
-    found = decomposition_of(FrozenBatchNorm2d(4))
+    found = decomposition_of(torchvision.ops.FrozenBatchNorm2d(4))
     assert found is not None
     assert found.name == "FrozenBatchNorm2d"
+
+
+def test_the_recipe_builds_every_detector_of_torchvision() -> None:
+    """With the size, the number of detections and the means that it is asked for; but those of keypoints."""
+    models = torchvision.models
+    asked: dict[str, Any] = {"classes": 2, "size": 96, "max_detections": 7, "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    for name in models.list_models(module=models.detection):
+        kind = DetectorKind(name=f"torchvision:{name}", **asked)
+        if name.startswith("keypoint"):
+            with pytest.raises(ConfigError, match="learns keypoints"):
+                kind.build()
+            continue
+        model: Any = kind.build()
+        change, heads = model.transform, getattr(model, "roi_heads", model)
+        assert (heads.detections_per_img, change.image_mean, change.image_std) == (7, [0.5] * 3, [0.2] * 3)
+        assert (change.min_size, change.max_size) == ((96,), 1333) or change.fixed_size is not None
+        if "rcnn_resnet50" in name:
+            assert model.rpn.anchor_generator.sizes == ((16,), (32,), (64,), (128,), (256,))
+        with torch.no_grad():
+            assert set(model([torch.rand(3, 40, 50)])[0]) >= {"boxes", "labels", "scores"}

@@ -357,6 +357,7 @@ def signal_in_mid_epoch(script: Path, checkpoint: Path, number: signal.Signals) 
     return process.returncode, stderr
 
 
+@pytest.mark.slow
 def test_killed_without_warning(script: Path, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "c"
     code, stderr = signal_in_mid_epoch(script, checkpoint, signal.SIGKILL)

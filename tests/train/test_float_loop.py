@@ -277,6 +277,7 @@ def start(script: Path, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=script.parent)
 
 
+@pytest.mark.slow
 def test_processes_that_are_ended_or_run_side_by_side(script: Path, tmp_path: Path) -> None:
     """One is told to stop, one killed, each after its first epoch; two more train in one folder until they end."""
     ended = {number: tmp_path / number.name for number in (signal.SIGTERM, signal.SIGKILL)}

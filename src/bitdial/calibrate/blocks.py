@@ -4,6 +4,9 @@ The model is traced (torch.fx), and its nodes are cut where a single value goes 
 a quantised layer is a block: a residual block, an inverted residual, an attention with its addition. Layers in a plain
 row belong together if the module that holds them has few layers. A value that many layers later is read again, as in a
 U-Net, is handed from block to block and does not stand in the way of a cut.
+
+A layer is in one block, with all of its calls. Where a row of layers runs on several values, as a head on the levels of
+a pyramid, each layer runs on all of them before the next one does, and as many values may go on at a cut.
 """
 
 from collections import Counter
@@ -62,20 +65,20 @@ def find_blocks(model: nn.Module, fixed: Mapping[str, Any] | None = None, *, ins
     for node in nodes:
         if inside and node.op in ("call_module", "get_attr"):
             node.target = f"{inside}.{node.target}"
-    nodes = _norms_together(model, [node for node in nodes if node.op != "output"])
+    nodes = _calls_together(model, [node for node in nodes if node.op != "output"])
     layers = {node: _names(model, node, QuantLayer) for node in nodes}
     pieces = _merge(_pieces(model, nodes, layers), model, layers)
     return [_block(model, piece, nodes, layers) for piece in pieces]
 
 
-def _norms_together(model: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:
-    """`nodes` in an order in which all calls of a norm follow one another, as those of a head on several levels.
+def _calls_together(model: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` in an order in which all calls of a layer or norm follow one another, as those of a head on levels.
 
-    Then its inputs are all there when it first runs. Nodes stay in their order but for those that wait for a norm.
+    Then its inputs are all there when it first runs. Nodes stay in their order but for those that wait for others.
     """
     calls: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        if node.op == "call_module" and _names(model, node, SwitchableBatchNorm) == (node.target,):
+        if _names(model, node, QuantLayer) or _names(model, node, SwitchableBatchNorm):
             calls.setdefault(str(node.target), []).append(node)
     together = {node: several for several in calls.values() if len(several) > 1 for node in several}
     if not together:
@@ -111,16 +114,23 @@ def _pieces(model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tup
     last = {n: max((place.get(user, len(nodes)) for user in n.users), default=-1) for n in nodes}
     short = [n for n in nodes if n.op != "get_attr" and passed[min(last[n], len(nodes))] - passed[place[n]] <= LONG]
     alive = Counter(at for n in short for at in range(place[n], last[n]))
+    calls: dict[object, list[int]] = {}
+    for node in nodes:
+        if layers[node]:
+            calls.setdefault(node.target, []).append(place[node])
+    running = {at for places in calls.values() for at in range(places[0], places[-1])}  # a layer will be called again
     pieces: list[list[fx.Node]] = [[]]
     possible, averaged = 0, False  # how much of the last piece may go: up to the newest cut behind its last layer
+    most = 1  # values that may go on: one for each call of the last layer
     for i, node in enumerate(nodes):
         if layers[node] and possible and any(layers[n] for n in pieces[-1][:possible]):
             pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
             pieces.append(rest)
             possible = 0
         pieces[-1].append(node)
+        most = len(calls[node.target]) if layers[node] else most
         averaged = not layers[node] and (averaged or _averages(model, node))
-        if alive[i] <= 1 and not averaged:
+        if alive[i] <= most and i not in running and not averaged:
             possible = len(pieces[-1])
     if averaged and any(layers[n] for n in pieces[-1][:possible]):  # a float head, by itself
         pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
@@ -141,8 +151,7 @@ def _merge(
     """Put single layers in a row together, if one module holds them and few others."""
     inside = Counter(
         ".".join(parts[:depth])
-        for names in layers.values()
-        for parts in (name.split(".") for name in names)
+        for parts in {tuple(name.split(".")) for names in layers.values() for name in names}
         for depth in range(1, len(parts) + 1)
     )
 
@@ -153,8 +162,8 @@ def _merge(
     merged: list[list[fx.Node]] = []
     homes: list[str | None] = []
     for piece in pieces:
-        names = [name for node in piece for name in layers[node]]
-        own = home(names[0]) if len(names) == 1 else None
+        names = {name for node in piece for name in layers[node]}
+        own = home(names.pop()) if len(names) == 1 else None
         if own is not None and homes and homes[-1] == own:
             merged[-1] += piece
         else:

@@ -27,7 +27,7 @@ from bitdial.calibrate.steps import single_block
 from bitdial.calibrate.values import ReachedError, Values, run
 from bitdial.errors import ConfigError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
-from bitdial.prepare.choosing import split_arguments
+from bitdial.prepare.choosing import split_arguments, written_by
 from bitdial.prepare.model_call import Batch, call
 
 PLAIN = (type(None), bool, int, float, str)  # what a part may take besides tensors
@@ -66,10 +66,11 @@ class _Choices(TorchFunctionMode):
         self.names = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        names, places = self.of((args, kwargs)), split_arguments(func, args, kwargs or {})[1]
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        names, places = self.of((args, kwargs)), split_arguments(func, args, kwargs)[1]
         if names:
-            self.mark(out, names | {CHOSEN} if self.of(places) else names)
+            self.mark((out, written_by(func, args, kwargs)), names | {CHOSEN} if self.of(places) else names)
         return out
 
     def of(self, values: object) -> frozenset[str]:

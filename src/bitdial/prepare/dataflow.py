@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bitdial.prepare.choosing import split_arguments
+from bitdial.prepare.choosing import split_arguments, written_by
 from bitdial.prepare.model_call import Batch, call, evaluating
 
 
@@ -36,10 +36,13 @@ class _Provenance(TorchFunctionMode):
                 self.names[leaf] = names
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        values, places = split_arguments(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        values, places = split_arguments(func, args, kwargs)
         if names := self.of(values) or self.of(places):
             self.mark(out, names)
+            for tensor in written_by(func, args, kwargs):
+                self.mark(tensor, names | self.of(tensor))
         return out
 
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bitdial.nn import LayerKind, kind_of
-from bitdial.prepare.choosing import split_arguments
+from bitdial.prepare.choosing import split_arguments, written_by
 from bitdial.prepare.model_call import Batch, call, evaluating
 from bitdial.prepare.weights import Weights
 
@@ -77,10 +77,11 @@ class _WeightFlow(TorchFunctionMode):
             self.fixed[tensor] = frozenset((id(tensor),)) if id(tensor) in weights.owners else frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         unknown = any(t.dim() and t not in self.fixed and t not in self.data for t in tensors)
-        places = {id(leaf) for leaf in tree_leaves(split_arguments(func, args, kwargs or {})[1])}
+        places = {id(leaf) for leaf in tree_leaves(split_arguments(func, args, kwargs)[1])}
         choosing = [self.data[t] for t in tensors if t in self.data and id(t) in places]
         sources = [self.data[t] for t in tensors if t in self.data and id(t) not in places] or choosing
         met = frozenset[int]().union(*(self.fixed.get(t, frozenset()) for t in tensors))
@@ -89,10 +90,13 @@ class _WeightFlow(TorchFunctionMode):
             self.products.append(Product(names, frozenset().union(*sources)))
             self._mark(self.data, out, frozenset((len(self.products) - 1,)))
         elif sources:
-            self._mark(self.data, out, frozenset().union(*sources))
+            written = written_by(func, args, kwargs)
             chosen = [*choosing, *(self.chosen[t] for t in tensors if t in self.chosen)]
-            if chosen:
-                self._mark(self.chosen, out, frozenset().union(*chosen))
+            for table, found in ((self.data, sources), (self.chosen, chosen)):
+                if found:
+                    self._mark(table, out, frozenset().union(*found))
+                    for tensor in written:
+                        table[tensor] = frozenset().union(table.get(tensor, frozenset()), *found)
         elif not unknown and tensors:
             self._mark(self.fixed, out, met)
         return out

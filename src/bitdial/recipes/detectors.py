@@ -75,22 +75,28 @@ class DetectorKind(Config):
         known = models.list_models(module=models.detection)
         if name not in known:
             raise ConfigError(f"torchvision has no detector {name!r}; it has {', '.join(known)}")
-        given: dict[str, Any] = {"num_classes": self.classes + 1}
-        given |= {"min_size": self.size, "max_size": max(self.size, LARGEST_SIDE)}
-        if self.mean is not None and self.std is not None:
-            given |= {"image_mean": list(self.mean), "image_std": list(self.std)}
-        if name.startswith(("maskrcnn", "fasterrcnn")):
-            given["box_detections_per_img"] = self.max_detections
-            if "mobilenet" not in name:
-                anchors: Any = library(TORCHVISION, "torchvision.models.detection.anchor_utils")
-                sides, ratios = tuple((side,) for side in ANCHORS), ((0.5, 1.0, 2.0),) * len(ANCHORS)
-                given["rpn_anchor_generator"] = anchors.AnchorGenerator(sides, ratios)
-        else:
-            given["detections_per_img"] = self.max_detections
-        model: nn.Module = models.get_model(name, weights=None, weights_backbone=None, **given)
+        model: Any = models.get_model(name, weights=None, weights_backbone=None, num_classes=self.classes + 1)
+        self._adapt(model)
         if self.frozen:
             self._change_body(_body(model, self.name))
         return model
+
+    def _adapt(self, model: Any) -> None:
+        """Set the size and the kind of images, the anchors and the number of detections, in place."""
+        heads = getattr(model, "roi_heads", model)
+        if getattr(heads, "keypoint_roi_pool", None) is not None:
+            raise ConfigError(f"{self.name} learns keypoints, and images with instance maps have none; {FORMS}")
+        heads.detections_per_img = self.max_detections
+        change = model.transform
+        if change.fixed_size is None:
+            change.min_size, change.max_size = (self.size,), max(self.size, LARGEST_SIDE)
+        if self.mean is not None and self.std is not None:
+            change.image_mean, change.image_std = list(self.mean), list(self.std)
+        proposals = getattr(model, "rpn", None)
+        if proposals is not None and len(proposals.anchor_generator.sizes) == len(ANCHORS):
+            anchors: Any = library(TORCHVISION, "torchvision.models.detection.anchor_utils")
+            sides, ratios = tuple((side,) for side in ANCHORS), ((0.5, 1.0, 2.0),) * len(ANCHORS)
+            proposals.anchor_generator = anchors.AnchorGenerator(sides, ratios)
 
     def _change_body(self, body: nn.Module) -> None:
         """Make the classifier inside a detector what the weights are of, in place."""

@@ -48,6 +48,7 @@ def test_nested_weights_for_one_token(compiled: Any, bits: int) -> None:
     assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
+@pytest.mark.slow
 def test_groups_for_one_token(compiled: Any) -> None:
     """A load or two more for a tile, and no more products: the sums of groups lie beside each other."""
     as_bytes = [(bits, 64, torch.uint8) for bits in CHOICES] + [(4, 32, torch.uint8), (2, 128, torch.uint8)]
@@ -64,6 +65,7 @@ def test_groups_for_one_token(compiled: Any) -> None:
         assert few.count(r"shfl|shared|ldmatrix", in_loop=True) == 0
 
 
+@pytest.mark.slow
 def test_groups_for_sixteen_tokens(compiled: Any) -> None:
     for bits, group, rows, scales in (
         (8, 64, 14336, torch.uint8), (4, 64, 14336, torch.uint8), (2, 64, 14336, torch.uint8),

@@ -29,6 +29,7 @@ class Net(nn.Module):
         return self.head(self.hidden(x.mean(dim=(2, 3))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["none", "random"])
 @pytest.mark.parametrize("activations", ["auto", "asymmetric", "float"])
 def test_a_step_compiles(compiled: Any, sampling: str, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
