@@ -424,14 +424,11 @@ def test_terminated_at_any_step(at: int, tmp_path: Path, make_model: MakeModel, 
     whole = make_model()
     expected = train(whole, make_data(), config, progress=False)
     before, model, data = signal.getsignal(signal.SIGTERM), make_model(), TerminatingData(make_data(), at)
-    if at == EPOCHS * BATCHES - 1:  # there is nothing left to stop
-        history = train(model, data, config, checkpoint=tmp_path / "c", progress=False)
-    else:
-        with pytest.raises(TrainingError, match=f"stopped by SIGTERM after step {at + 1};"):
-            train(model, data, config, checkpoint=tmp_path / "c", progress=False)
-        assert read_container(tmp_path / "c", error=CheckpointError)[1]["step"] == at + 1
-        model = make_model(seed=1)
-        history = train(model, make_data(), config, checkpoint=tmp_path / "c", progress=False)
+    with pytest.raises(TrainingError, match=f"stopped by SIGTERM after step {at + 1};"):
+        train(model, data, config, checkpoint=tmp_path / "c", progress=False)
+    assert read_container(tmp_path / "c", error=CheckpointError)[1]["step"] == at + 1
+    model = make_model(seed=1)
+    history = train(model, make_data(), config, checkpoint=tmp_path / "c", progress=False)
     assert signal.getsignal(signal.SIGTERM) is before
     assert_same(state_of(model), state_of(whole))
     assert_same_history(history, expected)
@@ -440,6 +437,8 @@ def test_terminated_at_any_step(at: int, tmp_path: Path, make_model: MakeModel, 
 def test_terminated_without_a_checkpoint(make_model: MakeModel, make_data: MakeData) -> None:
     with pytest.raises(TrainingError, match="stopped by SIGTERM after step 2; nothing was saved"):
         train(make_model(), TerminatingData(make_data(), 1), TrainConfig(epochs=2), progress=False)
+    last = TerminatingData(make_data(), BATCHES - 1)
+    assert len(train(make_model(), last, TrainConfig(epochs=1), progress=False).rows) == 1, "it is done, and kept"
 
 
 # --- writes that fail -----------------------------------------------------------------------------

@@ -157,7 +157,9 @@ class _Loop:
             while run.history.ended is None and self.step.step < run.total_steps:
                 run.epoch = self.step.step // len(self.source)
                 self._epoch(view, stop)
-                if run.history.ended is None and run.epoch + 1 < epochs and self._asked(stop):
+                asked = self._asked(stop)
+                goes_on = run.epoch + 1 < epochs or self.checkpoint is not None  # a run that is done is not thrown away
+                if asked and goes_on and run.history.ended is None:
                     raise stop.problem(self.step.step, self.checkpoint)
             for one in self.callbacks:
                 one.on_end(run)
