@@ -44,6 +44,7 @@ PUBLIC = [
     "calibrate",
     "candidates",
     "code_exact",
+    "decode_graphs",
     "describe",
     "detection_metrics",
     "evaluate",

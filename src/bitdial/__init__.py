@@ -33,6 +33,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.functional import narrow
     from bitdial.images import ImageBatches, ImageSettings, InstanceFolder
     from bitdial.language import evaluate_language, read_questions
+    from bitdial.live.decode_graphs import decode_graphs
     from bitdial.live.engines.exact import code_exact
     from bitdial.live.grow import grow
     from bitdial.live.kv_cache import quantized_cache
@@ -106,6 +107,7 @@ __all__ = [
     "calibrate",
     "candidates",
     "code_exact",
+    "decode_graphs",
     "describe",
     "detection_metrics",
     "evaluate",
@@ -168,6 +170,7 @@ _load_when_asked(
         "bitdial.functional": "narrow",
         "bitdial.images": "ImageBatches ImageSettings InstanceFolder",
         "bitdial.language": "evaluate_language read_questions",
+        "bitdial.live.decode_graphs": "decode_graphs",
         "bitdial.live.engines.exact": "code_exact",
         "bitdial.live.grow": "grow",
         "bitdial.live.kv_cache": "quantized_cache",

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, QuantizationError
+from bitdial.kernels import packed_ops
 from bitdial.kernels.packed_ops import packed_linear, packed_scales
 from bitdial.kernels.weight_pool import PackedWeightPool
 from bitdial.kernels.word_layout import nested_fields, pack_words, packed_fields
@@ -292,6 +295,17 @@ def test_infinite_and_missing_numbers_pass_through_groups() -> None:
 # --- the op -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_row_tiles_of_a_larger_weight_are_read_where_they_lie(tokens: int) -> None:
+    for scheme, bits in (("nested", 3), ("centred", 8), ("double_rounding", 4)):
+        weight = make(scheme, bits, 64, 300)
+        x = torch.randn(tokens, 300, generator=torch.Generator().manual_seed(tokens)).half().to(DEVICE)
+        part = weight._replace(words=weight.words[:, 1:3], scale=weight.scale[16:48])
+        alone = part._replace(words=part.words.contiguous())
+        assert not part.words.is_contiguous()
+        assert torch.equal(part.linear(x), alone.linear(x)), scheme
+
+
 def test_no_tokens() -> None:
     for weight in (make("centred", 4, 33, 320), grouped("centred", 4, 33, 320, 64, bytes_only=True)):
         assert weight.linear(torch.zeros(0, 320, dtype=torch.float16, device=DEVICE)).shape == (0, 33)
@@ -350,6 +364,29 @@ def test_the_op_is_declared_well(with_bias: bool) -> None:
 def test_the_op_has_the_kernels_of_its_backends() -> None:
     for device in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key("bitdial::packed_linear", device)
+
+
+def test_on_a_cpu_an_eager_layer_spares_itself_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, calls = make("nested", 8, 32, 64), []
+    kernel = packed_ops.cpu_kernel
+    monkeypatch.setattr(packed_ops, "cpu_kernel", lambda *args: (calls.append(1), kernel(*args))[1])
+    x = torch.randn(2, 64).to(DEVICE, torch.float16)
+
+    def run(x: Tensor) -> Tensor:
+        how = weight.fields, weight.bits, 8, weight.offset, weight.group_scale
+        return packed_ops.product(x, weight.words, weight.scale, None, *how)
+
+    assert torch.equal(run(x), weight.linear(x))
+    assert len(calls) == (0 if INTERPRETED or DEVICE == "cuda" else 1)
+    calls.clear()
+    with FlopCounterMode(display=False), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert run(mode.from_tensor(x)).shape == (2, 32)
+    with FlopCounterMode(display=False):
+        run(x)
+    assert run(x.clone().requires_grad_()).requires_grad
+    assert not calls
 
 
 def test_a_gradient_is_refused() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bitdial import functional as bf
 from bitdial.errors import ConfigError, PlanError
+from bitdial.kernels.host_weight_pool import HostWeightPool
 from bitdial.kernels.ops import repack_
 from bitdial.kernels.repack import REPACK_BLOCK
 from bitdial.kernels.weight_pool import PackedWeightPool
@@ -68,6 +69,26 @@ def test_switches_keep_addresses_and_touch_only_what_changes() -> None:
     assert {name: pool.words(name).data_ptr() for name in codes} == addresses
     assert torch.equal(pool.master, master)
     assert [getattr(pool, part).data_ptr() for part in pool.on_device] == held
+
+
+@pytest.mark.parametrize("kind", [PackedWeightPool, HostWeightPool])
+def test_joined_layers_at_one_width_are_one_layer(kind: type[PackedWeightPool]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = {"a": 32, "alone": 20, "b": 16, "c": 48}
+    codes = {n: torch.randint(-128, 128, (r, 300), generator=generator).char() for n, r in rows.items()}
+    names = ["b", "a", "c"]
+    pool = kind(codes, high=8, bit_choices=(8, 4, 3), joined=[names], device=DEVICE)
+    whole = kind({"abc": torch.cat([codes[n] for n in names])}, high=8, bit_choices=(8, 4, 3), device=DEVICE)
+    assert pool.active.numel() == kind(codes, high=8, bit_choices=(8, 4, 3), device=DEVICE).active.numel()
+    for plan in (8, 3, {"a": 8}, {"c": 4, "alone": 8}, 4, {"b": 3}, 3):
+        pool.set_bits(plan)
+        check(pool, codes)
+        if isinstance(plan, int):
+            whole.set_bits(plan)
+            one = whole.words("abc")
+            assert torch.equal(torch.cat([pool.words(n) for n in names], dim=1), one)
+            first = pool.words("b")
+            assert torch.equal(first.as_strided(one.shape, one.stride()), one), "without a gap"
 
 
 def test_any_sequence_of_switches_ends_as_a_fresh_pool_does() -> None:

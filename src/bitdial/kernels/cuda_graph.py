@@ -51,7 +51,7 @@ class StepGraphs:
         seen = self._seen.get(key, 0)
         if seen < EAGER_STEPS:
             self._seen[key] = seen + 1
-            return _on_side_stream(step, inputs)
+            return on_side_stream(step, inputs)
         recorded = self._recorded[key] = self._record(step, inputs)
         return self._replay(recorded, inputs)
 
@@ -76,7 +76,7 @@ class StepGraphs:
         return recorded.result
 
 
-def _on_side_stream(step: Step, inputs: tuple[Tensor, ...]) -> object:
+def on_side_stream(step: Step, inputs: tuple[Tensor, ...]) -> object:
     """Recording wants the steps before it to have run on a stream other than the default."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

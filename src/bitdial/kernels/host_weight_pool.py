@@ -37,7 +37,7 @@ class HostWeightPool(PackedWeightPool):
 
     def _upload(self, changed: Sequence[str]) -> None:
         for layer in (self.names[name] for name in changed):
-            begin, _, count = self._spans[layer]
+            begin, _, count, _ = self._spans[layer]
             staged = self._staging[: self.high * count]
             staged.copy_(self.master[begin : begin + self.high * count], non_blocking=True)
             blocks, held = (table.narrow(0, *self._block_counts[layer]) for table in (self._blocks, self._held))

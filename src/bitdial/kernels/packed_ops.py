@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import QuantizationError
+from bitdial.kernels import dispatch
+from bitdial.kernels.cpu.ops import packed_linear as cpu_kernel
 from bitdial.kernels.ops import PACKED, declare
 from bitdial.kernels.reference import packed_linear as reference
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, pack_scales, words_shape
@@ -85,9 +87,9 @@ def _check(x: Tensor, words: Tensor, scale: Tensor, fields: Sequence[int], group
         types = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_on(x.device))
         raise QuantizationError(f"x is {x.dtype} {tuple(x.shape)}, expected one of {types} (tokens, columns)")
     shape = words_shape(fields, scale.shape[0], x.shape[1])
-    if words.shape != shape or words.dtype != torch.int32 or not words.is_contiguous():
+    if words.shape != shape or words.dtype != torch.int32 or not (words.is_contiguous() or words[0].is_contiguous()):
         found = f"{words.dtype} {tuple(words.shape)}"
-        raise QuantizationError(f"words are {found}, expected contiguous torch.int32 {shape}")
+        raise QuantizationError(f"words are {found}, expected torch.int32 {shape}, each plane contiguous")
     if scale.dtype != torch.float32 or scale.dim() != 1 or not scale.is_contiguous():
         found = f"{scale.dtype} {tuple(scale.shape)}"
         raise QuantizationError(f"scale is {found}, expected torch.float32 (rows,): see packed_scales")
@@ -121,9 +123,38 @@ packed_linear: Callable[..., Tensor] = declare(
 )  # fmt: skip
 """x (tokens, columns) times a packed weight (rows, columns) read at `bits` bits: (tokens, rows), in x's type.
 
-`words` as `word_layout` draws them, in `fields`; `scale` (rows,), float32, of one step at `high` bits, and
-`group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
+`words` as `word_layout` draws them, in `fields`, or whole row tiles of such; `scale` (rows,), float32, of one step at
+`high` bits, and `group_scale` as `packed_scales` makes them; `offset` is what the scheme adds to a code of that width.
 """
+
+
+def product(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    fields: tuple[int, ...],
+    bits: int,
+    high: int,
+    offset: float,
+    group_scale: Tensor | None,
+) -> Tensor:
+    """`packed_linear` of arguments that fit, for a layer that runs eagerly.
+
+    On a CPU a token's way through PyTorch's dispatcher to a kernel in Python takes longer than its product. Where there
+    is nobody to look on (a compiler, a mode, a transform, a gradient), the kernel is called as the function that it is.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or not x.is_cpu
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        or dispatch.interpreted()
+    ):
+        return packed_linear(x, words, scale, bias, fields, bits, high, offset, group_scale)
+    return cpu_kernel(x, words, scale, bias, fields, bits, high, offset, group_scale)
 
 
 def _refuse_gradient(ctx: Any, *gradients: Any) -> None:

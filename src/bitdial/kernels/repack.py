@@ -2,7 +2,8 @@
 
 master, active   packed words of all layers, at the highest width and at the widths in use; `word_layout` draws them
 blocks (b, 2)    layer, number within the layer                                                  int32
-layers (n, 3)    where its words begin in the master and in the active buffer, words a plane     int64
+layers (n, 4)    where its words begin in the master and in the active buffer, words a plane     int64
+                 of its own, words from one active plane to the next
 bits (n,)        the width that each layer is to have                                            int32
 held (b,)        the width that each block has                                                   int32
 """

@@ -10,6 +10,7 @@ when that is the one asked for, so switching to what is set already costs a laun
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -43,8 +44,13 @@ class PackedWeightPool:
         scheme: str = "double_rounding",
         ties: str = "even",
         device: str | torch.device = "cpu",
+        joined: Sequence[Sequence[str]] = (),
     ):
-        """`codes`: int8 at `high` bits, (rows, columns) each."""
+        """`codes`: int8 at `high` bits, (rows, columns) each.
+
+        `joined` names layers of as many columns and whole row tiles whose words lie together: at one width, those of
+        a single layer that has all their rows.
+        """
         if not bf.scheme_of(scheme).narrows:
             raise ConfigError(f"scheme {scheme!r} has no codes to repack: it rounds the float weight at each width")
         if not codes or not bit_choices or not 2 <= min(bit_choices) <= max(bit_choices) <= high <= 8:
@@ -55,22 +61,36 @@ class PackedWeightPool:
         self._shapes = [(matrix.shape[0], matrix.shape[1]) for matrix in codes.values()]
         self._tiles = [words_shape((), *matrix.shape)[1:] for matrix in codes.values()]
         counts = [prod(tiles) for tiles in self._tiles]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
         widest = self.bit_choices[0]
-        layers = [(high * start, widest * start, count) for start, count in zip(starts, counts, strict=True)]
-        self._spans = layers
+        self._spans = layers = self._placed(counts, high, widest, joined)
         blocks = [(i, b) for i, count in enumerate(counts) for b in range(-(-count // REPACK_BLOCK))]
         self._layers = torch.tensor(layers, dtype=torch.int64, device=device)
         self._blocks = torch.tensor(blocks, dtype=torch.int32, device=device)
         self._held = torch.zeros(len(blocks), dtype=torch.int32, device=device)
         self._bits = torch.zeros(len(codes), dtype=torch.int32, device=device)
         self.master = self._empty_master(high * sum(counts), high * max(counts))
-        for (begin, _, count), matrix in zip(layers, codes.values(), strict=True):
+        for (begin, _, count, _), matrix in zip(layers, codes.values(), strict=True):
             self.master[begin : begin + high * count] = pack_words(matrix.to(device), packed_fields(high)).view(-1)
         self.active = torch.zeros(widest * sum(counts), dtype=torch.int32, device=device)
         self.bits = dict.fromkeys(codes, 0)
         self._views: dict[tuple[str, int], Tensor] = {}  # those that `words` has given
         self.set_bits(widest)
+
+    def _placed(
+        self, counts: list[int], high: int, widest: int, joined: Sequence[Sequence[str]]
+    ) -> list[tuple[int, int, int, int]]:
+        """For each layer: where it begins in the master and in the active buffer, its words a plane, and the stride."""
+        of = dict(zip(self.names, counts, strict=True))
+        first_of = {name: group[0] for group in joined for name in group}
+        parts = {name: [name] for name in self.names if name not in first_of} | {g[0]: list(g) for g in joined}
+        begins = dict(zip(self.names, accumulate(counts, initial=0), strict=False))
+        targets, strides, total = {}, {}, 0
+        for names in (parts[name] for name in self.names if name in parts):
+            stride = sum(of[name] for name in names)
+            for name, before in zip(names, accumulate((of[name] for name in names), initial=0), strict=False):
+                targets[name], strides[name] = widest * total + before, stride
+            total += stride
+        return [(high * begins[name], targets[name], of[name], strides[name]) for name in self.names]
 
     def set_bits(self, plan: int | Mapping[str, int]) -> None:
         """Switch, in place, to one width or to the widths of the layers that `plan` names."""
@@ -110,13 +130,14 @@ class PackedWeightPool:
             setattr(self, part, getattr(self, part).to(device))
 
     def words(self, name: str) -> Tensor:
-        """The active words of a layer, (bits, row tiles, column tiles, 128): a view."""
+        """The active words of a layer, (bits, row tiles, column tiles, 128): a view; joined ones have gaps."""
         key = name, self.bits[name]
         if key not in self._views:
             layer, bits = self.names[name], self.bits[name]
-            begin, tiles = self._spans[layer][1], self._tiles[layer]
+            (_, begin, _, stride), (down, across, words) = self._spans[layer], self._tiles[layer]
             # Of `.data`: a switch of other layers does not count as a change of these words.
-            self._views[key] = self.active.data[begin : begin + bits * prod(tiles)].view(bits, *tiles)
+            strides = stride, across * words, words, 1
+            self._views[key] = self.active.data.as_strided((bits, down, across, words), strides, begin)
         return self._views[key]
 
     def fixed(self) -> list[Tensor]:
@@ -131,7 +152,7 @@ class PackedWeightPool:
     def stored_codes(self, name: str) -> Tensor:
         """The codes of a layer at `high` bits, (rows, columns) int8, read back from the master."""
         layer = self.names[name]
-        (begin, _, count), tiles = self._spans[layer], self._tiles[layer]
+        (begin, _, count, _), tiles = self._spans[layer], self._tiles[layer]
         words = self.master[begin : begin + self.high * count].view(self.high, *tiles)
         return unpack_words(words, packed_fields(self.high), self.high, *self._shapes[layer])
 

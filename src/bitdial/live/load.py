@@ -22,10 +22,11 @@ from bitdial.live.casts import refuse_casts
 from bitdial.live.codes import CodeFacts, Codes, CodeScales, StoredCodes
 from bitdial.live.engines.float import run_on_float
 from bitdial.live.engines.integer import IntegerModel
-from bitdial.live.engines.packed import PackedEngine, PoolBoard, packed_words
+from bitdial.live.engines.packed import PackedEngine, PoolBoard, join, joinable, packed_words
 from bitdial.live.grow import remember_parts
 from bitdial.live.kernel_choice import check_offer, choose_kernels, unsupported_reason
 from bitdial.live.layers import LiveLayer
+from bitdial.live.shared_inputs import shared_inputs
 from bitdial.live.skeleton import built, copy_of
 from bitdial.live.trainable import put_sites, trainable_layers
 from bitdial.nn import SwitchableBatchNorm, TransitionalBatchNorm
@@ -119,9 +120,13 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
     offered = check_offer(artifact, kernels, bit_choices, master)
     words: dict[str, nn.Module] = {}
     board: PoolBoard | None = None
+    joined: list[tuple[str, ...]] = []
     if kernels == "packed":
         names = [name for name in artifact.layers if unsupported_reason(artifact, name) is None]
-        words, board = packed_words(artifact, names, bit_choices=offered, device=device, master=master)
+        joined = joinable(artifact, shared_inputs(model, names), offered)
+        words, board = packed_words(
+            artifact, names, bit_choices=offered, device=device, master=master, joined=joined
+        )  # fmt: skip
     # Parts of the file keep all of it in memory, and begin anywhere: products of floats depend on where they begin.
     laid_out_anew = own and kernels == "integer"
 
@@ -143,6 +148,8 @@ def _load(model: nn.Module, artifact: Artifact, options: _Options, *, own: bool)
         layer = live.get_submodule(name)
         assert isinstance(layer, LiveLayer)
         layer.run_on(PackedEngine(layer))
+    for group in joined:
+        join([live.get_submodule(name) for name in group])  # type: ignore[misc]
     if kernels == "integer":
         return IntegerModel(live, copy=False)
     run_on_float(live)

@@ -27,10 +27,12 @@ class NibbleLayout:
     scales_and_zeros: Tensor  # (groups, rows, 2), bf16
     step: Tensor  # (rows,), float32
 
-    def multiply(self, x: Tensor) -> Tensor:
-        """The products (tokens, rows) of the bf16 tokens x in float32, rounded to bf16 before the step."""
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The products (tokens, rows) of the bf16 tokens x, plus the bias; rounded before the step and in the end."""
         y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, self.codes, self.group, self.scales_and_zeros)
-        return torch.mul(y, self.step)
+        if bias is None:
+            return y.mul_(self.step)  # computed in float32, as PyTorch does where types differ
+        return torch.mul(y, self.step).add_(bias).to(torch.bfloat16)
 
     def tensors(self) -> list[Tensor]:
         """All that it holds."""

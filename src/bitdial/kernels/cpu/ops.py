@@ -27,13 +27,12 @@ def packed_linear(
 
     Tokens with infinite or missing numbers, which have no fixed point, are the reference's where that is needed.
     """
-    use = Use(tuple(fields), bits, high, offset)
+    use = Use(fields if type(fields) is tuple else tuple(fields), bits, high, offset)
     if not x.numel() or not scale.shape[0]:
         return reference.packed_linear(x, words, scale, bias, *use, group_scale)
     made = kept_layout(words, scale, group_scale, use, lambda: make_layouts(words, scale, group_scale, use, x.shape[1]))
     if made.nibbles is not None and x.dtype == torch.bfloat16 and x.shape[0] <= MOST_TOKENS:
-        y = made.nibbles.multiply(x.contiguous())
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        return made.nibbles.multiply(x.contiguous(), bias)
     if isinstance(made.exact, FloatLayout):
         y = made.exact.multiply(x.float())
         return (y if bias is None else y.add_(bias)).to(x.dtype)

@@ -253,8 +253,8 @@ def _few_tokens(
 ) -> None:
     """Write into y (tokens, rows) what `linear` returns, for up to 16 tokens."""
     (tokens, columns), rows, splits = x.shape, y.shape[1], settings.splits
-    _, row_tiles, column_tiles, tile_words = words.shape
-    sizes = tokens, rows, columns, row_tiles * column_tiles * tile_words, column_tiles, scales.factor
+    _, row_tiles, column_tiles, _ = words.shape
+    sizes = tokens, rows, columns, words.stride(0), column_tiles, scales.factor
     grouped = grouping(scales.group, spread=settings.spread if tokens == 1 else 0)
     out = y if splits == 1 else torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     some_bias = scales.row if bias is None else bias

@@ -38,9 +38,10 @@ def _repack(  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
     layer = tl.load(blocks_ptr + 2 * block)
     at = tl.load(blocks_ptr + 2 * block + 1) * BLOCK + tl.arange(0, BLOCK)
-    master = master_ptr + tl.multiple_of(tl.load(layers_ptr + 3 * layer), 128)
-    active = active_ptr + tl.multiple_of(tl.load(layers_ptr + 3 * layer + 1), 128)
-    count = tl.multiple_of(tl.load(layers_ptr + 3 * layer + 2), 128)
+    master = master_ptr + tl.multiple_of(tl.load(layers_ptr + 4 * layer), 128)
+    active = active_ptr + tl.multiple_of(tl.load(layers_ptr + 4 * layer + 1), 128)
+    count = tl.multiple_of(tl.load(layers_ptr + 4 * layer + 2), 128)
+    stride = tl.multiple_of(tl.load(layers_ptr + 4 * layer + 3), 128)
     bits = tl.load(bits_ptr + layer)
     if bits != tl.load(held_ptr + block):
         words = ()
@@ -53,7 +54,7 @@ def _repack(  # type: ignore[no-untyped-def]
                 for slot in tl.static_range(16):
                     code = _narrow(cells, slot, RANGES[len(RANGES) - 1][2], HIGH, width, SECOND)
                     codes = followed_by(codes, code)
-                _store_fields(active, at, count, codes, FIELDS, width)
+                _store_fields(active, at, count, stride, codes, FIELDS, width)
         tl.debug_barrier()  # every warp has read what the block holds
         tl.store(held_ptr + block, bits)
 
@@ -82,22 +83,25 @@ def _narrow(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_fields(active, at, count, codes, FIELDS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_fields(  # type: ignore[no-untyped-def]
+    active, at, count, stride, codes, FIELDS: tl.constexpr, WIDTH: tl.constexpr
+):
     """Write the planes of WIDTH-bit codes; FIELDS[WIDTH] has (first plane, size, bits below) for each field."""
     for f in tl.static_range(len(FIELDS[WIDTH]) // 3):
-        _store_field(active, at, count, codes, FIELDS[WIDTH][3 * f], FIELDS[WIDTH][3 * f + 1], FIELDS[WIDTH][3 * f + 2])
+        first = active + FIELDS[WIDTH][3 * f] * stride
+        _store_field(first, at, count, stride, codes, FIELDS[WIDTH][3 * f + 1], FIELDS[WIDTH][3 * f + 2])
 
 
 @triton.jit
 def _store_field(  # type: ignore[no-untyped-def]
-    active, at, count, codes, FIRST: tl.constexpr, SIZE: tl.constexpr, BELOW: tl.constexpr
+    first, at, count, stride, codes, SIZE: tl.constexpr, BELOW: tl.constexpr
 ):
     FIELD: tl.constexpr = 0x00010001 * ((1 << SIZE) - 1)
     for i in tl.static_range(SIZE):
         word = (codes[i] >> BELOW) & FIELD
         for p in tl.static_range(1, 16 // SIZE):
             word |= ((codes[i + SIZE * p] >> BELOW) & FIELD) << (SIZE * p)
-        tl.store(active + (FIRST + i) * count + at, word, mask=at < count)
+        tl.store(first + i * stride + at, word, mask=at < count)
 
 
 def repack(

@@ -135,14 +135,14 @@ def chunk_rows(rows: int, columns: int) -> int:
 def many(x: Tensor, words: Tensor, scales: Scales, bias: Tensor | None, y: Tensor, unpacking: dict[str, Any]) -> None:
     """Write into y (tokens, rows) what `linear.linear` returns; `unpacking`: constants of `_unpack`."""
     columns, rows = x.shape[1], y.shape[1]
-    _, row_tiles, column_tiles, tile_words = words.shape
+    column_tiles = words.shape[2]
     chunk = chunk_rows(rows, column_tiles * TILE_COLUMNS)
     matrix = torch.empty((chunk, column_tiles * TILE_COLUMNS), dtype=x.dtype, device=x.device)
     for first in range(0, rows, chunk):
         last = min(first + chunk, rows)
         tiles = triton.cdiv(last - first, TILE_ROWS)
         _unpack[(tiles, triton.cdiv(column_tiles, _WARPS))](
-            words[:, first // TILE_ROWS :], matrix, row_tiles * column_tiles * tile_words, column_tiles, **unpacking,
+            words[:, first // TILE_ROWS :], matrix, words.stride(0), column_tiles, **unpacking,
             WARPS=_WARPS, num_warps=_WARPS,
         )  # fmt: skip
         group = None if scales.group is None else scales.group[first // TILE_ROWS :]
