@@ -8,6 +8,7 @@ from result_rows import Cells, table
 Row = dict[str, Any]
 FILE = "smollm2-135m.json"
 APART = ("method", "weights", "group_size", "activations", "rotated", "tokens", "seed", "float_perplexity", "device")
+WEIGHED = {"importance": "", "scale_importance": " for scales"}
 TEXT = """## Language models
 
 SmolLM2-135M-Instruct; its float weights are a Q4_1 file read as float32. Each line is one file for all its widths, in
@@ -21,7 +22,9 @@ def section(rows: Iterable[Row]) -> str:
     """The table; nothing if there are no rows."""
     files: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        files.setdefault((*map(row.get, APART), *row["bit_choices"], str(row.get("importance"))), []).append(row)
+        files.setdefault(
+            (*map(row.get, APART), *row["bit_choices"], *(str(row.get(name)) for name in WEIGHED)), []
+        ).append(row)
     if not files:
         return ""
     widths = sorted({row["bits"] for some in files.values() for row in some}, reverse=True)
@@ -32,7 +35,11 @@ def section(rows: Iterable[Row]) -> str:
 
 def _cells(rows: list[Row]) -> Cells:
     first = rows[0]
-    weighed = ", ".join(f"{bits} bits count {value:g}" for bits, value in (first.get("importance") or {}).items())
+    weighed = ", ".join(
+        f"{bits} bits count {value:g}{where}"
+        for name, where in WEIGHED.items()
+        for bits, value in (first.get(name) or {}).items()
+    )
     by_width = {
         f"{row['bits']} bits": f"{row['perplexity']:.2f} ({row['perplexity'] / row['float_perplexity']:.3f})"
         for row in rows

@@ -47,15 +47,21 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Calibration:
-    """How a model is calibrated: on `rows` (rows, length) of tokens, `batch` of them at a time."""
+    """How a model is calibrated: on `rows` (rows, length) of tokens, `batch` at a time; from a checkpoint on."""
 
     config: CalibrateConfig
     rows: Tensor
     batch: int
+    checkpoint: Path | None = None
 
     def run(self, model: nn.Module) -> None:
         """Calibrate the prepared `model`, in place."""
-        calibrate(model, [{"input_ids": part} for part in self.rows.split(self.batch)], self.config)
+        calibrate(
+            model,
+            [{"input_ids": part} for part in self.rows.split(self.batch)],
+            self.config,
+            checkpoint=self.checkpoint,
+        )
 
 
 def measure(
@@ -109,6 +115,7 @@ def rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
             "bit_choices": list(config["bit_choices"]),
             "bits": bits, "perplexity": found[str(bits)], "float_perplexity": found["float"],
             "importance": calibrated["importance"] if calibrated else {},
+            "scale_importance": calibrated["scale_importance"] if calibrated else {},
             "tolerance": calibrated["tolerance"] if calibrated else None,
             "tokens": calibrated["tokens"] if calibrated else 0, "seconds": record["seconds"],
             "seed": calibrated["seed"] if calibrated else None,
@@ -138,17 +145,21 @@ def _measured(record: dict[str, Any]) -> tuple[Any, ...]:
 
 def _calibration(options: argparse.Namespace, tokenizer: Any) -> Calibration:
     """What `options` say, on the first rows of the text."""
-    importance = {int(bits): float(number) for bits, number in (each.split("=") for each in options.importance)}
     settings = CalibrateConfig(
         effort=options.calibrate,
         iterations=options.iterations,
-        importance=importance,
+        importance=_by_width(options.importance),
+        scale_importance=_by_width(options.scale_importance),
         tolerance=options.tolerance,
         seed=options.seed,
     )
     count = options.calibration_rows * options.length
     front = token_rows(read_text(options.text)[: 8 * count], tokenizer, length=options.length)
-    return Calibration(settings, front[: options.calibration_rows], options.calibration_batch)
+    return Calibration(settings, front[: options.calibration_rows], options.calibration_batch, options.checkpoint)
+
+
+def _by_width(words: list[str]) -> dict[int, float]:
+    return {int(bits): float(number) for bits, number in (each.split("=") for each in words)}
 
 
 def main() -> None:
@@ -172,6 +183,10 @@ def main() -> None:
     parser.add_argument("--calibration-rows", type=int, default=16)
     parser.add_argument("--calibration-batch", type=int, default=4, help="rows that go through the model at a time")
     parser.add_argument("--importance", nargs="+", default=[], metavar="BITS=NUMBER", help="of widths, such as 8=0.5")
+    parser.add_argument(
+        "--scale-importance", nargs="+", default=[], metavar="BITS=NUMBER", help="the same where scales are chosen"
+    )
+    parser.add_argument("--checkpoint", type=Path, help="where --calibrate keeps what it has done, to go on from")
     parser.add_argument("--tolerance", type=float, default=CalibrateConfig.tolerance, help="see CalibrateConfig")
     parser.add_argument("--iterations", type=int, help="of --calibrate medium and full, in each block")
     parser.add_argument("--seed", type=int, default=0, help="of --calibrate full")
@@ -192,8 +207,9 @@ def main() -> None:
         rules=embedding_rules(options.embedding_bits),
     )  # fmt: skip
     calibration = _calibration(options, tokenizer) if options.calibrate else None
+    told = command("perplexity").replace(str(options.model), "DIR").replace(str(options.text), "FILE")
     record = {
-        "command": command("perplexity").replace(str(options.model), "DIR").replace(str(options.text), "FILE"),
+        "command": told.replace(f" --checkpoint {options.checkpoint}", ""),
         "model": options.model.name, "text": options.text.name, "rows": list(rows.shape),
         "config": config.to_dict(), "rotated": options.rotate,
         "calibrated": calibration and {**calibration.config.to_dict(), "tokens": calibration.rows.numel()},

@@ -51,9 +51,8 @@ def test_rows_of_the_same_settings_are_replaced(perplexity: Any, tmp_path: Path)
         "config": config, "model": "m", "rotated": False, "perplexity": {"float": 2.0, "8": 2.1, "4": 2.5},
         "seconds": 1.0, "device": "cpu", "versions": {}, "command": "c",
     }  # fmt: skip
-    calibrated = {
-        "calibrated": {"effort": "quick", "seed": 0, "tokens": 64, "importance": {"8": 0.5}, "tolerance": 1e-3}
-    }
+    settings = {"importance": {"8": 0.5}, "scale_importance": {}, "tolerance": 1e-3}
+    calibrated = {"calibrated": {"effort": "quick", "seed": 0, "tokens": 64, **settings}}
     path = tmp_path / "rows.json"
     for more in ({"calibrated": None}, calibrated, {**calibrated, "seconds": 3.0}):
         perplexity.add_rows(path, perplexity.rows_of({**record, **more}))

@@ -10,6 +10,9 @@ def test_settings_go_through_json_and_are_checked() -> None:
     config = CalibrateConfig(effort="full", importance={8: 2, 4: 0.5})
     assert CalibrateConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert (config.importance_of(8), config.importance_of(6)) == (2.0, 1.0)
+    config = CalibrateConfig(scale_importance={8: 0.3})
+    assert CalibrateConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.importance_of(8) == 1.0
     for name, value in {
         "effort": "slow",
         "activation_bits": 8.0,
@@ -21,6 +24,7 @@ def test_settings_go_through_json_and_are_checked() -> None:
         "tolerance": "small",
         "seed": None,
         "importance": {8: -1.0},
+        "scale_importance": {"high": 1.0},
     }.items():
         with pytest.raises(ConfigError, match=name):
             CalibrateConfig(**{name: value})

@@ -28,15 +28,17 @@ def test_scales_are_those_that_prepare_would_start_from(monkeypatch: pytest.Monk
 def test_a_width_can_be_made_more_important() -> None:
     x, net = images(16), mobile()
 
-    def error(importance: dict[int, float], bits: int = 3) -> float:
+    def error(importance: dict[int, float], bits: int = 3, **more: dict[int, float]) -> float:
         model = prepared(net)
         layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantLayer)}
-        choose_scales(layers, float_copy(model), [x], CalibrateConfig(importance=importance))
+        choose_scales(layers, float_copy(model), [x], CalibrateConfig(importance=importance, **more))
         set_bits(model, bits)
         return sum(float((m.quantized_weight() - m.weight).detach().square().sum()) for m in layers.values())
 
     assert error({3: 20.0}) < error({8: 20.0})
     assert error({8: 0.1}, 8) == error({}, 8), "codes may give it up, scales do not"
+    assert error({}, 8, scale_importance={8: 0.1}) > error({}, 8), "unless they are told to"
+    assert error({}, 3, scale_importance={8: 0.1}) < error({}, 3)
 
 
 def test_activation_scales_have_the_least_error_in_what_reads_them() -> None:

@@ -25,7 +25,7 @@ def words(tiny_language: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_shows_perplexities_and_leaves_a_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--importance", "3=2", "--embedding-bits", "8"]) == 0
+    assert main([*words, "--importance", "3=2", "--scale-importance", "8=0.3", "--embedding-bits", "8"]) == 0
     out = capsys.readouterr().out
     for name in ("float", "8 bits", "3 bits"):
         assert re.search(rf"^{name} +[\d.]+", out, re.M)

@@ -3,15 +3,18 @@
     python tests/long/kills.py                    # 200 kills, results/reliability.json
 
 A run is a process of its own: it trains a small network for some seconds, keeps a checkpoint after every step or every
-third, and saves an artifact. It is sent SIGKILL at a random moment after training began, started again with the same
-command, and left to end. One in four is killed a second time on its way. A run that had ended before the signal came
-counts as no kill, and is repeated with an earlier moment.
+third, and saves an artifact; or it is `bitdial train llm` on a Llama of 20,000 weights. It is sent SIGKILL at a random
+moment after training began, started again with the same command, and left to end. One in four is killed a second time
+on its way. A run that had ended before the signal came counts as no kill, and is repeated with an earlier moment.
 
-Contents are compared by the artifact's digest, which is over its manifest and the bytes of all tensors. The bytes of
-the file are not: safetensors writes the entries of its metadata in an order that differs from process to process.
+Contents are compared by the artifact's digest, which is over its manifest and the bytes of all tensors; where the
+manifest says how many seconds the run took, by its tensors and perplexities. The bytes of the file are not compared:
+safetensors writes the entries of its metadata in an order that differs from process to process.
 """
 
+import hashlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +27,14 @@ from typing import Any
 
 from campaign import counted, end, options, record
 
-from bitdial import read_artifact
+from bitdial import Artifact, read_artifact
 
 KINDS: list[dict[str, Any]] = [
     {"checkpoint_every": 1, "distill": "progressive"},
     {"checkpoint_every": 3, "optimizer": "sgd", "lr": 0.02},
     {"checkpoint_every": 1, "optimizer": "adamw", "update": "accumulated", "alrs": "off"},
 ]
+LANGUAGE = len(KINDS)  # the kind of run that trains a language model
 READY = "training"
 
 
@@ -39,6 +43,8 @@ READY = "training"
 
 def run(folder: Path, kind: int, epochs: int) -> None:
     """Train and save; called by a process of its own."""
+    if kind == LANGUAGE:
+        return run_language(folder, 8 * epochs)
     import torch
 
     from bitdial import ArrayData, QuantConfig, TrainConfig, build_model, prepare, save, train
@@ -56,6 +62,53 @@ def run(folder: Path, kind: int, epochs: int) -> None:
     data = ArrayData(inputs, targets, batch_size=8)
     train(model, data, config, checkpoint=folder / "checkpoint", progress=False)
     save(model, folder / "model.safetensors")
+    return None
+
+
+def run_language(folder: Path, steps: int) -> None:
+    """Train a tiny language model at all widths with the command's own code; its teacher writes a part of the text."""
+    import torch
+
+    from bitdial.cli import main as command
+
+    torch.set_num_threads(1)
+    if not (folder / "llama").exists():  # no run is killed before it says that it is ready
+        make_language(folder)
+    print(READY, flush=True)
+    files = [
+        "--model",
+        str(folder / "llama"),
+        "--text",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder),
+        "--name",
+        "model",
+    ]
+    settings = "--bits 8,4,2 --group-size 16 --length 16 --batch 4 --held-out 64 --lr 2e-3 --evaluations 4 --generate 3"
+    length = ["--steps", str(steps), "--checkpoint-every", "1"]
+    code = command(["train", "llm", *files, *length, *settings.split()])
+    if code:
+        raise SystemExit(code)
+
+
+def make_language(folder: Path) -> None:
+    """A text and a Llama of random weights with a tokenizer of single letters, the same ones each time."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    letters = "abcdefghijklmnopqrstuvwxyz .,"
+    drawn = torch.randint(len(letters), (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (folder / "text.txt").write_text("".join(letters[i] for i in drawn))
+    core = Tokenizer(models.BPE({"<end>": 0, **{letter: i for i, letter in enumerate(letters, start=1)}}, []))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>").save_pretrained(folder / "llama")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=32, max_position_embeddings=64, tie_word_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
 
 
 def start(folder: Path, kind: int, epochs: int) -> subprocess.Popen[str]:
@@ -63,8 +116,7 @@ def start(folder: Path, kind: int, epochs: int) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--run", str(folder), str(kind), str(epochs)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    line = process.stdout.readline()
-    if line.strip() != READY:
+    if not any(line.strip() == READY for line in process.stdout):
         raise RuntimeError(f"a run did not begin: {process.communicate()[1][-2000:]}")
     return process
 
@@ -78,7 +130,17 @@ def finish(process: subprocess.Popen[str], folder: Path) -> str:
         raise
     if process.returncode:
         raise RuntimeError(f"a run ended with {process.returncode}: {errors[-2000:]}")
-    return read_artifact(folder / "model.safetensors").digest
+    return content(read_artifact(folder / "model.safetensors"))
+
+
+def content(artifact: Artifact) -> str:
+    """What tells a run's result from another one: its digest; of a language model, that of what does not take time."""
+    if "perplexity" not in artifact.metrics:
+        return artifact.digest
+    found = hashlib.sha256(repr((artifact.metrics["start_perplexity"], artifact.metrics["perplexity"])).encode())
+    for name, value in sorted(artifact.tensors.items()):
+        found.update(name.encode() + str(value.dtype).encode() + value.contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 # --- kills ----------------------------------------------------------------------------------------
@@ -108,10 +170,10 @@ def disturbed(number: int, seed: int, epochs: int, lengths: list[float]) -> tupl
             while not (struck := killed(folder, kind, epochs, moment)):
                 moment /= 2
                 for path in folder.iterdir():  # it ended: from the beginning, unless it had been killed before
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
                 kills = 0
             kills += struck
-            met |= (folder / "checkpoint").exists()
+            met |= any((folder / name).exists() for name in ("checkpoint", "model.ckpt"))
         return kind, kills, finish(start(folder, kind, epochs), folder), met
 
 
@@ -128,7 +190,7 @@ def main() -> None:
     """Run the campaign."""
     if sys.argv[1:2] == ["--run"]:
         return run(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    chosen = options(__doc__, 200, epochs=4, kinds=len(KINDS), workers=2)
+    chosen = options(__doc__, 200, epochs=4, kinds=LANGUAGE + 1, workers=2)
     began, failures = time.monotonic(), []
     digests, lengths = map(list, zip(*undisturbed(chosen.epochs, chosen.kinds), strict=True))
     print(f"undisturbed runs train for {', '.join(f'{length:.1f}' for length in lengths)} s", flush=True)

@@ -33,6 +33,8 @@ class CalibrateConfig(Config):
     tolerance          the relative error of a block's output below which a width counts as good; of a layer's, a tenth
     importance         of each width to scales, codes and reconstruction, such as {8: 2.0}; a width that is not named
                        has 1, and the highest has no less than that where scales are chosen
+    scale_importance   of each width where scales are chosen, in place of `importance`: {8: 0.3} lets 8 bits be clipped
+                       for what lower widths gain, which suits groups of inputs; by a scale per row much is lost
     seed               of the samples drawn and of what is dropped
     """
 
@@ -52,6 +54,7 @@ class CalibrateConfig(Config):
     drop: float = 0.5
     tolerance: float = 1e-3
     importance: dict[int, float] = field(default_factory=dict, hash=False)
+    scale_importance: dict[int, float] = field(default_factory=dict, hash=False)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -76,13 +79,8 @@ class CalibrateConfig(Config):
             raise ConfigError(
                 "tolerance=0 makes the loss of a width without error infinite; use a small number, as 1e-6"
             )
-        found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in self.importance.items()}
-        for bits, value in found.items():
-            if type(bits) is not int or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise ConfigError(
-                    f"importance={self.importance!r} must give numbers of at least 0 to widths: {{8: 2.0}}"
-                )
-        object.__setattr__(self, "importance", {bits: float(value) for bits, value in found.items()})
+        for name in ("importance", "scale_importance"):
+            object.__setattr__(self, name, _by_width(name, getattr(self, name)))
 
     @property
     def learning(self) -> tuple[int, int]:
@@ -94,3 +92,12 @@ class CalibrateConfig(Config):
     def importance_of(self, bits: int) -> float:
         """What the error at `bits` weighs in reconstruction."""
         return self.importance.get(bits, 1.0)
+
+
+def _by_width(name: str, given: dict[int, float]) -> dict[int, float]:
+    """Numbers by width, as they come from Python or from JSON; ConfigError if they are none."""
+    found = {int(bits) if str(bits).isdigit() else bits: value for bits, value in given.items()}
+    for bits, value in found.items():
+        if type(bits) is not int or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"{name}={given!r} must give numbers of at least 0 to widths: {{8: 2.0}}")
+    return {bits: float(value) for bits, value in found.items()}

@@ -11,6 +11,7 @@ from bitdial import functional as bf
 from bitdial.calibrate.biases import followed_by_norm
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.group_scales import choose_multiples
 from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
 from bitdial.calibrate.rounding import Setting, Target, round_jointly
 from bitdial.calibrate.values import AtNorm, ReachedError, Values
@@ -149,19 +150,28 @@ class BlockRounding:
         shape, groups = weight.shape, len(settings[0].second)
         scale = quantizer.scale_of(weight, high)
         least = quantizer.rule.stored_range(high)[0]
-        codes = bf.quantize(weight, scale, bits=high, scheme=quantizer.scheme).long() - least
+        tolerance = SHARE * self.config.tolerance
 
         def by_group(values: Tensor) -> Tensor:
             return values.reshape(groups, shape[0] // groups, -1)
 
+        codes = by_group(bf.quantize(weight, scale, bits=high, scheme=quantizer.scheme).long() - least)
+        if self.config.choose_scales and quantizer.two_levels:
+            rows, multiples = bf.split_scale(scale, half=quantizer.group_scales == "half")
+            found, codes = choose_multiples(
+                by_group(weight),
+                rows.reshape(groups, -1),
+                by_group(multiples.to(rows.dtype)),
+                codes,
+                settings,
+                tolerance=tolerance,
+            )
+            learned = quantizer.learned_scale(high)
+            assert learned is not None
+            learned.copy_(bf.join_scale(rows, found.reshape(multiples.shape)))
+            scale = quantizer.scale_of(weight, high)  # a row's largest multiple may be smaller now
         spread = bf.values_by_scale(torch.ones_like(weight), scale)
-        best = round_jointly(
-            by_group(weight),
-            by_group(spread),
-            by_group(codes),
-            settings,
-            tolerance=SHARE * self.config.tolerance,
-        )
+        best = round_jointly(by_group(weight), by_group(spread), codes, settings, tolerance=tolerance)
         stored = (best.reshape(shape) + least).to(torch.int8)
         made = bf.weight_of_codes(stored, scale, bits=high, scheme=quantizer.scheme)
         layer.weight.copy_(kind.from_rows(layer, made))

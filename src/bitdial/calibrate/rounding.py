@@ -112,66 +112,77 @@ def round_jointly(
 
     `scale` (groups, rows, inputs) is that of each weight. Groups are those of a convolution; other layers have one.
     """
-    terms = [_Term(setting, weight) for setting in settings]
-    fine = [term for term in terms if bool((term.values[1:] > term.values[:-1]).all())]
-    coarse = [term for term in terms if term not in fine]
-    runs = segments([term.values for term in coarse] or [terms[0].values.new_zeros(len(terms[0].values))])
+    problem = Problem(weight, settings, tolerance)
     codes = codes.clone()
-    order = torch.stack([term.diagonal for term in terms]).mean(dim=(0, 1)).argsort(descending=True)
     for _ in range(SWEEPS):
-        for term in terms:
-            term.start(codes, scale)
-            term.weigh(tolerance)
+        problem.start(codes, scale)
         before = codes.clone()
-        for columns in order.split(COLUMNS):
-            _round_columns(columns, scale, codes, fine, coarse, runs)
+        for columns in problem.order.split(COLUMNS):
+            steps, own = scale[:, :, columns], codes[:, :, columns]
+            gradients = [term.gradient[:, :, columns] for term in problem.terms]
+            codes[:, :, columns] = best = problem.rounded(columns, own, steps, gradients)
+            problem.move(columns, [(term.values[best] - term.values[own]) * steps for term in problem.terms])
         if torch.equal(before, codes):
             break
     return codes
 
 
-def _round_columns(
-    columns: Tensor, scale: Tensor, codes: Tensor, fine: list[_Term], coarse: list[_Term], runs: Tensor
-) -> None:
-    """Round some columns one after the other, in place; then let all gradients know."""
-    steps, terms = scale[:, :, columns], fine + coarse
-    among = [term.second[:, columns][:, :, columns] for term in terms]
-    gradients = [term.gradient[:, :, columns] for term in terms]
-    changes = [torch.zeros_like(gradient) for gradient in gradients]
-    for place, column in enumerate(columns.tolist()):
-        step, own = steps[:, :, place], codes[:, :, column].clone()
-        aims = []  # the minimum of each parabola, and how steep it is
-        for term, gradient in zip(terms, gradients, strict=True):
-            curve = term.diagonal[:, None, column]
-            aims.append((term.values[own] - gradient[:, :, place] / (curve * step), term.weight * curve))
-        best = _best_codes(aims[: len(fine)], aims[len(fine) :], fine, coarse, runs, own)
-        codes[:, :, column] = best
-        for term, gradient, change, rows in zip(terms, gradients, changes, among, strict=True):
-            change[:, :, place] = (term.values[best] - term.values[own]) * step
-            gradient[:, :, place + 1 :] += change[:, :, place, None] * rows[:, None, place, place + 1 :]
-    for term, change in zip(terms, changes, strict=True):
-        term.gradient += change @ term.second[:, columns]
+class Problem:
+    """The sum over all settings of the errors of a weight (groups, rows, inputs), about to be rounded."""
 
+    def __init__(self, weight: Tensor, settings: Sequence[Setting], tolerance: float):
+        terms = [_Term(setting, weight) for setting in settings]
+        self.fine = [term for term in terms if bool((term.values[1:] > term.values[:-1]).all())]
+        self.coarse = [term for term in terms if term not in self.fine]
+        self.terms, self.tolerance = self.fine + self.coarse, tolerance
+        nothing = terms[0].values.new_zeros(len(terms[0].values))
+        self.runs = segments([term.values for term in self.coarse] or [nothing])
+        self.squares = torch.stack([term.diagonal for term in terms]).mean(dim=(0, 1))  # (inputs,)
+        self.order = self.squares.argsort(descending=True)
 
-def _best_codes(
-    fine_aims: list[tuple[Tensor, Tensor]],
-    coarse_aims: list[tuple[Tensor, Tensor]],
-    fine: list[_Term],
-    coarse: list[_Term],
-    runs: Tensor,
-    own: Tensor,
-) -> Tensor:
-    """The codes (groups, rows) of least error: in each run the one nearest to the aim of the highest width."""
-    if fine:
-        slope = torch.stack([steepness for _, steepness in fine_aims]).sum(dim=0)
-        aim = torch.stack([aim * steepness for aim, steepness in fine_aims]).sum(dim=0) / slope
-        table = fine[0].values
-        nearest = torch.searchsorted((table[1:] + table[:-1]) / 2, aim.contiguous())
-        candidates = nearest[..., None].clamp(runs[0], runs[1])
-        cost = (table[candidates] - aim[..., None]).square_().mul_(slope[..., None])
-    else:
-        candidates = own[..., None].clamp(runs[0], runs[1])
-        cost = torch.zeros(candidates.shape, device=own.device)
-    for (aim, steepness), term in zip(coarse_aims, coarse, strict=True):
-        cost += (term.values[runs[0]] - aim[..., None]).square_().mul_(steepness[..., None])
-    return candidates.gather(-1, cost.argmin(dim=-1, keepdim=True))[..., 0]
+    def start(self, codes: Tensor, scale: Tensor) -> None:
+        """Find errors and gradients at `codes`, and what each setting weighs from now on."""
+        for term in self.terms:
+            term.start(codes, scale)
+            term.weigh(self.tolerance)
+
+    def rounded(self, columns: Tensor, codes: Tensor, steps: Tensor, gradients: list[Tensor]) -> Tensor:
+        """The codes (groups, rows, columns) of some `columns`, rounded anew one after the other from `codes` on.
+
+        `steps` are their scales, `gradients` those of each term at `codes`, which are brought up to date in place.
+        """
+        codes = codes.clone()
+        among = [term.second[:, columns][:, :, columns] for term in self.terms]
+        for place, column in enumerate(columns.tolist()):
+            step, own = steps[:, :, place], codes[:, :, place].clone()
+            aims = []  # the minimum of each parabola, and how steep it is
+            for term, gradient in zip(self.terms, gradients, strict=True):
+                curve = term.diagonal[:, None, column]
+                aims.append((term.values[own] - gradient[:, :, place] / (curve * step), term.weight * curve))
+            codes[:, :, place] = best = self._best_codes(aims, own)
+            for term, gradient, rows in zip(self.terms, gradients, among, strict=True):
+                change = (term.values[best] - term.values[own]) * step
+                gradient += change[:, :, None] * rows[:, None, place]
+        return codes
+
+    def move(self, columns: Tensor, changes: list[Tensor]) -> None:
+        """Let the gradients know of `changes` (groups, rows, columns) of what each term makes of the weight."""
+        for term, change in zip(self.terms, changes, strict=True):
+            term.gradient += change @ term.second[:, columns]
+
+    def _best_codes(self, aims: list[tuple[Tensor, Tensor]], own: Tensor) -> Tensor:
+        """The codes (groups, rows) of least error: in each run the one nearest to the aim of the highest width."""
+        runs, fine, coarse = self.runs, aims[: len(self.fine)], aims[len(self.fine) :]
+        if fine:
+            slope = torch.stack([steepness for _, steepness in fine]).sum(dim=0)
+            aim = torch.stack([aim * steepness for aim, steepness in fine]).sum(dim=0) / slope
+            table = self.fine[0].values
+            nearest = torch.searchsorted((table[1:] + table[:-1]) / 2, aim.contiguous())
+            candidates = nearest[..., None].clamp(runs[0], runs[1])
+            cost = (table[candidates] - aim[..., None]).square_().mul_(slope[..., None])
+        else:
+            candidates = own[..., None].clamp(runs[0], runs[1])
+            cost = torch.zeros(candidates.shape, device=own.device)
+        for (aim, steepness), term in zip(coarse, self.coarse, strict=True):
+            cost += (term.values[runs[0]] - aim[..., None]).square_().mul_(steepness[..., None])
+        return candidates.gather(-1, cost.argmin(dim=-1, keepdim=True))[..., 0]

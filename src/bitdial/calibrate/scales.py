@@ -65,9 +65,10 @@ def choose_scales(
 
 
 def _importance(layer: QuantLayer, config: CalibrateConfig) -> dict[int, float]:
-    """That of `config`, but the highest width has at least 1: others would clip it, which no code makes up for."""
+    """That of `config`, but the highest width has at least 1, unless `scale_importance` says otherwise."""
     found = {bits: config.importance_of(bits) for bits in layer.bit_choices if bits in config.importance}
     found = {bits: max(value, float(bits == layer.bit_choices[0])) for bits, value in found.items()}
+    found |= {bits: config.scale_importance[bits] for bits in layer.bit_choices if bits in config.scale_importance}
     return {bits: value for bits, value in found.items() if value > 0}
 
 
@@ -134,7 +135,7 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
         if layer.act_quantizer is not None and layer.act_quantizer.kind != "asymmetric"
     ]
     try:
-        for batch in _some(inputs):
+        for batch in _some(inputs) if handles else ():
             call(reference, batch)
     finally:
         for handle in handles:

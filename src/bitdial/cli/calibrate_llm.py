@@ -34,6 +34,7 @@ def _run_of(options: argparse.Namespace) -> LlmCalibration:
         effort=options.effort,
         iterations=options.iterations,
         importance=dict(options.importance),
+        scale_importance=dict(options.scale_importance),
         seed=options.seed,
         **chosen,
     )

@@ -31,6 +31,14 @@ def calibrate_llm_options(command: argparse.ArgumentParser) -> None:
         help="what the error at a width counts, such as 2=0.1 (default: 1 each)",
     )
     command.add_argument(
+        "--scale-importance",
+        nargs="+",
+        type=importance,
+        default=[],
+        metavar="BITS=NUMBER",
+        help="the same where scales are chosen, such as 8=0.3 (default: as --importance, the highest 1 at least)",
+    )
+    command.add_argument(
         "--tolerance", type=float, metavar="ERROR", help="relative error below which a width is good (default: 0.001)"
     )
     command.add_argument("--seed", type=seed, default=0, help="of what is drawn (default: 0)")
