@@ -332,6 +332,8 @@ def test_layers_with_a_width_of_their_own(tmp_path: Path, capsys: pytest.Capture
     first = next(iter(fixed))
     assert main(["search", str(file), "--average-bits", "3", "--pin", f"{first}=2", "--store"]) == 0
     assert bitdial.read_artifact(file).plans["3.0 bits"][first] == (2, 2)
+    pins = [word for name in fixed for word in ("--pin", f"{name}=free")]
+    assert main(["search", str(file), "--average-bits", "2", *pins]) == 0, "less than those at 4 bits would allow"
     capsys.readouterr()
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).random((40, 1, 8, 8), np.float32), y=np.arange(40) % 10)
     assert main(["pareto", str(file), "--data", str(tmp_path / "data.npz"), "--points", "3"]) == 0

@@ -711,6 +711,11 @@ def test_layers_with_a_width_of_their_own_are_pinned_unless_told_otherwise() -> 
         search(fixed, even, costs, {"average_bits": 5})
     released = search(fixed, even, costs, {"average_bits": 4}, pinned={"3": 2})
     assert released.plan == BitPlan({"0": 8, "1": 4, "2": 2, "3": 2})
+    free = search(fixed, even, costs, {"average_bits": 8}, pinned={"1": None})
+    assert free.plan == BitPlan({"0": 8, "1": 8, "2": 8, "3": 8})
+    assert search(fixed, even, costs, {"average_bits": 2}, pinned=dict.fromkeys("013")).costs["average_bits"] == 2
+    with pytest.raises(PlanError, match="pinned names 'x'"):
+        search(fixed, even, costs, {"average_bits": 8}, pinned={"x": None})
     apart = search(fixed, even, costs, {"average_bits": 5.5}, activation_bits=4)
     assert apart.plan == BitPlan({"0": 8, "1": 4, "2": (2, 4), "3": 8})
     grouped = search(fixed, even, costs, {"average_bits": 8}, groups=[("1", "2")])

@@ -10,7 +10,7 @@ a pyramid, each layer runs on all of them before the next one does, and as many 
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -114,21 +114,22 @@ def _pieces(model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tup
     last = {n: max((place.get(user, len(nodes)) for user in n.users), default=-1) for n in nodes}
     short = [n for n in nodes if n.op != "get_attr" and passed[min(last[n], len(nodes))] - passed[place[n]] <= LONG]
     alive = Counter(at for n in short for at in range(place[n], last[n]))
-    calls: dict[object, list[int]] = {}
+    calls: dict[object, list[fx.Node]] = {}
     for node in nodes:
         if layers[node]:
-            calls.setdefault(node.target, []).append(place[node])
-    running = {at for places in calls.values() for at in range(places[0], places[-1])}  # a layer will be called again
+            calls.setdefault(node.target, []).append(node)
+    running = {at for own in calls.values() for at in range(place[own[0]], place[own[-1]])}  # a layer runs again
+    values = {target: len(own) if run_side_by_side(own, nodes) else 1 for target, own in calls.items()}
     pieces: list[list[fx.Node]] = [[]]
     possible, averaged = 0, False  # how much of the last piece may go: up to the newest cut behind its last layer
-    most = 1  # values that may go on: one for each call of the last layer
+    most = 1  # values that may go on: one for each call of the last layer, where they run side by side
     for i, node in enumerate(nodes):
         if layers[node] and possible and any(layers[n] for n in pieces[-1][:possible]):
             pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
             pieces.append(rest)
             possible = 0
         pieces[-1].append(node)
-        most = len(calls[node.target]) if layers[node] else most
+        most = values[node.target] if layers[node] else most
         averaged = not layers[node] and (averaged or _averages(model, node))
         if alive[i] <= most and i not in running and not averaged:
             possible = len(pieces[-1])
@@ -136,6 +137,17 @@ def _pieces(model: nn.Module, nodes: list[fx.Node], layers: Mapping[fx.Node, tup
         pieces[-1], rest = pieces[-1][:possible], pieces[-1][possible:]
         pieces.append(rest)
     return pieces
+
+
+def run_side_by_side(calls: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
+    """Whether none of `calls`, which are among the `nodes`, reads what another gave, as on the levels of a pyramid."""
+    behind = set(calls)
+    for node in nodes:
+        if not behind.isdisjoint(node.all_input_nodes):
+            if node in calls:
+                return False
+            behind.add(node)
+    return True
 
 
 def _averages(model: nn.Module, node: fx.Node) -> bool:

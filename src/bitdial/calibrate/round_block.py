@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bitdial import functional as bf
 from bitdial.calibrate.biases import followed_by_norm
-from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.blocks import Block, run_side_by_side
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.group_scales import choose_multiples
 from bitdial.calibrate.input_rows import ROWS, held_back, input_rows
@@ -90,7 +90,7 @@ class BlockRounding:
             if not can_round(self.model.get_submodule(name)):
                 continue
             if names.count(name) > 1:
-                if name not in self.shared and _runs_side_by_side(self.block, name):
+                if name not in self.shared and _levels(self.block, name):
                     self.shared.add(name)
                     found.append([name])
                 before = None
@@ -177,16 +177,10 @@ class BlockRounding:
         layer.weight.copy_(kind.from_rows(layer, made))
 
 
-def _runs_side_by_side(block: Block, name: str) -> bool:
-    """Whether no call of the layer `name` in `block` reads what another gave, as on the levels of a pyramid."""
+def _levels(block: Block, name: str) -> bool:
+    """Whether the layer `name` is called several times in `block`, side by side."""
     calls = [node for node in block.nodes if node.op == "call_module" and node.target == name]
-    behind = set(calls)
-    for node in block.nodes:
-        if not behind.isdisjoint(node.all_input_nodes):
-            if node in calls:
-                return False
-            behind.add(node)
-    return len(calls) > 1
+    return len(calls) > 1 and run_side_by_side(calls, block.nodes)
 
 
 def product_of(first: Tensor, second: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def search(
     the paper's objective as meant). `sensitivity` is {layer: s_l}, for example the Hessian trace divided by the number
     of weights; a negative one counts as 0, and such a layer gets what the others leave. Layers of a group share their
     bits, as do layers on one weight; `pinned` layers have theirs, and so do layers with a width of their own unless
-    `pinned` gives them another, or None, which sets them free. Activation bits of the others are the weight bits, or `activation_bits`. If no plan
-    fits, BudgetError names the nearest value that can be met.
+    `pinned` gives them another, or None, which sets them free. Activation bits of the others are the weight bits, or
+    `activation_bits`. If no plan fits, BudgetError names the nearest value that can be met.
     """
     losses = layer_losses(model, objective)
     check_same_layers(model, costs)
