@@ -247,3 +247,23 @@ def test_one_layer_and_limits_that_leave_one_plan() -> None:
         found = Explorer(problem, {"bytes": problem.cost("bytes", start)}, additive([1] * len(sizes)), progress=False)
         assert found.explore(start, plans=50, patience=None) == "done"
         assert found.best == start
+
+
+def test_large_units_are_measured_first_and_the_rest_is_taken_for_usual(clock: Callable[[float], None]) -> None:
+    """With time for a few steps, layers that were not measured may still have other widths than the start's."""
+    problem = make_problem([1, 9, 1, 5, 1])
+    limit, seen = int(problem.cost("bytes", uniform(problem))), list[tuple[int, ...]]()
+
+    def slow(plan: BitPlan) -> float:
+        clock(1.0)
+        seen.append(tuple(pair[0] for pair in plan.values()))
+        return additive([5.0, 0.01, 5.0, 0.01, 5.0])(plan)
+
+    found = Explorer(problem, {"bytes": Fraction(limit)}, slow, seconds=10, progress=False)
+    found.explore(uniform(problem), plans=5, patience=None)
+    assert seen[1:4] == [(8, 8, 8, 8, 8), (8, 4, 8, 8, 8), (8, 8, 8, 4, 8)]
+    assert found.best is not None
+    assert problem.plan(found.best)["layer4"][0] > 4, "small and not measured in time"
+    known = [None, {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}, None, {0: 0.0, 1: 3.0, 2: 4.0, 3: 5.0}, None]
+    assert found._usual(0, uniform(problem), known) == {0: 0.0, 1: 2.0, 2: 3.0, 3: 4.0}
+    assert found._usual(0, uniform(problem), [None] * 5) == {2: 0.0}

@@ -18,14 +18,16 @@ Why step 1 does not take a small change at its word: the least change anywhere m
 everywhere behind it. That costs about the same for every unit and width, and many units together do not pay it many
 times. But rounding errors have a power of about 4^-bits. So a change counts with no more than its share, in proportion
 to 4^-bits - 4^-highest, of what the same unit loses at a lower width, where the loss stands out. The same law gives
-widths that were not measured, for want of time. A unit of which nothing was measured stays where the uniform plan is.
+widths that were not measured, for want of time. The units that the budgets depend on most come first, and one of which
+nothing was measured is taken for one in the middle of the others.
 
 A plan is believed only when it has been measured itself, and programs of step 3 go no further than what was measured.
 """
 
 import functools
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -143,14 +145,31 @@ class Explorer:
         """
         top = (0,) * len(start)
         lower = [(u, c) for u in range(len(start)) for c in self._reachable(u) if c]
-        lower.sort(key=lambda one: (abs(one[1] - start[one[0]]), one[1] < start[one[0]], one[0]))
+        spans = [self._span(u) for u in range(len(start))]
+        lower.sort(key=lambda one: (abs(one[1] - start[one[0]]), one[1] < start[one[0]], -spans[one[0]], one[0]))
         until = None if self._seconds is None else FIRST_STEPS * self._seconds
         distance = self.distance
         if self._measure_from is not None:
             self._check_time()
             distance = functools.partial(self._run, self._measure_from(self.problem.plan(top)))
         measured = self._changes(top, lower, distance, until)
-        return [self._lawful(u, own) if len(own) > 1 else {start[u]: 0.0} for u, own in enumerate(measured)]
+        found = [self._lawful(u, own) if len(own) > 1 else None for u, own in enumerate(measured)]
+        return [self._usual(u, start, found) if own is None else own for u, own in enumerate(found)]
+
+    def _span(self, u: int) -> float:
+        """The largest share of a limit that the widths of a unit decide on."""
+        costs = self.problem.units[u].costs
+        return max(float(max(costs[q]) - min(costs[q])) / max(float(limit), 1e-30) for q, limit in self.limits.items())
+
+    def _usual(self, u: int, start: Chosen, known: Sequence[Mapping[int, float] | None]) -> dict[int, float]:
+        """The changes of a unit that was not measured: medians of the others at its widths; without any, `start`."""
+        by_bits: dict[int, list[float]] = {}
+        for unit, own in zip(self.problem.units, known, strict=True):
+            for choice, change in (own or {}).items():
+                by_bits.setdefault(unit.choices[choice][0], []).append(change)
+        bits = [pair[0] for pair in self.problem.units[u].choices]
+        found = {c: statistics.median(by_bits[b]) for c, b in enumerate(bits) if b in by_bits}
+        return found if start[u] in found else {start[u]: 0.0}
 
     def _lawful(self, u: int, changes: Mapping[int, float]) -> dict[int, float]:
         """The changes of a unit from its highest width, none larger than by those of lower widths; missing ones too."""
