@@ -74,8 +74,8 @@ def save(
     _check_names(model)
     _check_alike(layers)
     check_trained_widths(model)
-    check_learned(model)
     tensors, entries = _contents(model, layers)
+    check_learned(model)
     _check_plans(model, plans or {})
     if sensitivity is not None:
         if not isinstance(sensitivity, Sensitivity):
