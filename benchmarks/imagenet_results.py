@@ -21,8 +21,8 @@ models are compared on the same images. "agreement" is for how many images the a
 """
 MIXED_TEXT = """### Mixed plans at the bytes of uniform 4 bits
 
-Weights of 8, 6, 4, 3 or 2 bits by layer, activations of 8 bits, as many bytes as 4 bits for all weights but those of the
-first and last layer, which have 8 in the uniform plan and any width in the others. "measured" is
+Weights of 8, 6, 4, 3 or 2 bits by layer, activations of 8 bits, as many bytes as 4 bits for all weights but those of
+the first and last layer, which have 8 in the uniform plan and any width in the others. "measured" is
 `measured_search` on calibration images, "hessian" the search by Hessian traces, "random" the mean over random plans of
 the same bytes. "p" is McNemar's exact test against the uniform plan, on the same images. Rows:
 `results/imagenet-mixed.json`, by `python benchmarks/imagenet_mixed.py`.
