@@ -12,7 +12,7 @@ from .conftest import images, mobile, prepared
 
 
 def test_a_file_goes_with_one_model_its_batches_and_settings(tmp_path: Path) -> None:
-    path, x, config = tmp_path / "c.ckpt", images(4), CalibrateConfig(importance={8: 2})
+    path, x, config = tmp_path / "c.ckpt", images(4), CalibrateConfig(importance={8: 2}, scale_importance={8: 0.3})
     model = prepared(mobile())
     file = Checkpoint(path, model, config, [x])
     assert file.read() == []

@@ -4,6 +4,7 @@ It has the model's state and the reports of the blocks that are done. What the b
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,7 +33,7 @@ class Checkpoint:
         self.run: dict[str, Any] = {}
         if path is not None:
             self.run = {
-                "config": {**config.to_dict(), "importance": {str(b): v for b, v in config.importance.items()}},
+                "config": json.loads(json.dumps(config.to_dict())),  # as it is read again: names of widths are text
                 "model": _digest(t for _, t in sorted(model.state_dict().items())),
                 "inputs": _digest(tree_leaves(inputs)),
             }
