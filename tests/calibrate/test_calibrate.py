@@ -52,7 +52,8 @@ def test_every_width_comes_nearer_to_the_float_model() -> None:
             full = prepared(net, scheme=scheme, keep_first_last=8)
             settings = CalibrateConfig(effort="full", iterations=20, batch_size=16)
             report = calibrate(full, list(images(48).split(16)), settings, progress=False)
-            gains = [block.error_before[3] / block.error[3] for block in report.blocks[1:-1]]
+            *blocks, _, whole = report.blocks
+            gains = [block.error_before[3] / block.error[3] for block in (*blocks[1:], whole)]
             assert min(gains) >= 1, "what does not help is taken back"
             assert max(gains) > 1.02, (scheme, gains)
 

@@ -24,6 +24,8 @@ from bitdial.calibrate.report import BlockReport, CalibrationReport
 from bitdial.calibrate.round_block import BlockRounding
 from bitdial.calibrate.scales import choose_scales
 from bitdial.calibrate.steps import caches_off
+from bitdial.calibrate.tune import NAME as WHOLE
+from bitdial.calibrate.tune import Tuning
 from bitdial.calibrate.values import AtNorm, Values
 from bitdial.calibrate.walk import Walk
 from bitdial.dial.dial import get_bits, set_bits, unwrap
@@ -128,12 +130,14 @@ class _Calibration:
         learned = "weights, norms and activation scales" if config.effort == "full" else "norms and activation scales"
         iterations, _ = config.learning
         steps += [f"{learned} learned, {iterations} iterations a block"] if iterations else []
+        tunes = self.walk.traced and config.tuning[0] > 0
+        steps += [f"norms and activation scales of each width learned through {WHOLE}"] if tunes else []
         for warning in self.warnings:
             log.warning(warning)
         reports = file.read()
         resumed = len(reports)
-        if resumed < len(self.walk.blocks):
-            self._all_blocks(reports, file, show=show)
+        if resumed < len(self.walk.blocks) + tunes:
+            self._all_blocks(reports, file, tunes=tunes, show=show)
         return CalibrationReport(
             effort=config.effort,
             samples=self.walk.samples,
@@ -144,12 +148,13 @@ class _Calibration:
             resumed=resumed,
         )
 
-    def _all_blocks(self, reports: list[BlockReport], file: Checkpoint, *, show: bool) -> None:
-        """Calibrate the blocks that `reports`, to which they are added, does not have yet."""
+    def _all_blocks(self, reports: list[BlockReport], file: Checkpoint, *, tunes: bool, show: bool) -> None:
+        """Calibrate the blocks that `reports`, to which they are added, does not have yet; last, tune the model."""
         resumed = len(reports)
         self.float_values = self.walk.start()
         self.values = {bits: self.walk.start() for bits in self.settings}
-        with show_progress(len(self.walk.blocks), show=show) as progress:
+        count = len(self.walk.blocks)
+        with show_progress(count + tunes, show=show) as progress:
             for number, block in enumerate(self.walk.blocks):
                 if number < resumed:
                     self._pass(block)
@@ -157,6 +162,12 @@ class _Calibration:
                 reports.append(self._calibrate_block(number, block, progress))
                 file.write([each.to_dict() for each in reports])
                 progress.update(number + 1, block.name, reports[-1].error)
+            if tunes:
+                tuning = Tuning(self.model, self.walk, self.settings, self.config, self.float_values)
+                progress.update(count, WHOLE, {})
+                reports.append(tuning.run(lambda share, errors: progress.update(count + 0.999 * share, WHOLE, errors)))
+                file.write([each.to_dict() for each in reports])
+                progress.update(count + 1, WHOLE, reports[-1].error)
 
     def _calibrate_block(self, number: int, block: Block, progress: Progress) -> BlockReport:
         started, before = time.monotonic(), dict[int, float]()

@@ -23,11 +23,13 @@ class CalibrateConfig(Config):
     correct_norms      correct the statistics of each norm by how they differ from the float model's, at each width
     correct_biases     the same for the mean of layers that no norm follows; one bias serves all widths
     round_jointly      choose the code of each weight by the outputs of its layer at all widths, not the nearest
-    iterations         of what is learned, in each block; None: 200 of 'medium', 2,000 of 'full'
+    iterations         of what is learned, in each block; None: 200 of 'medium', 2,000 of 'full'; twice as many to tune
     batch_size         samples in each of them; None: 8 of 'medium', 32 of 'full'
     weight_rate        learning rate of weights, in steps of the lowest width
     scale_rate         learning rate of activation scales, relative to their size
     norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
+    tune               at last, let what each width has of its own learn from the output of the whole model
+    tune_rate          learning rate of that, relative to sizes
     reach              how far a weight may move, in steps of the lowest width
     drop               the share of a block's inputs, and of the activations in it, that stays in float as it learns
     tolerance          the relative error of a block's output below which a width counts as good; of a layer's, a tenth
@@ -45,11 +47,13 @@ class CalibrateConfig(Config):
     correct_norms: bool = True
     correct_biases: bool = True
     round_jointly: bool = True
+    tune: bool = True
     iterations: int | None = None
     batch_size: int | None = None
     weight_rate: float = 1e-2
     scale_rate: float = 1e-3
     norm_rate: float = 1e-2
+    tune_rate: float = 3e-3
     reach: float = 0.5
     drop: float = 0.5
     tolerance: float = 1e-3
@@ -59,7 +63,7 @@ class CalibrateConfig(Config):
 
     def __post_init__(self) -> None:
         check_choice("effort", self.effort, EFFORTS)
-        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases", "round_jointly"):
+        for name in ("equalize", "choose_scales", "correct_norms", "correct_biases", "round_jointly", "tune"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         for name in ("iterations", "batch_size"):
@@ -70,7 +74,7 @@ class CalibrateConfig(Config):
             raise ConfigError(f"activation_bits={self.activation_bits!r} must be a width, such as 8, or None")
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r} must be a whole number")
-        shares = dict.fromkeys(("weight_rate", "scale_rate", "norm_rate", "drop", "tolerance"), 1.0)
+        shares = dict.fromkeys(("weight_rate", "scale_rate", "norm_rate", "tune_rate", "drop", "tolerance"), 1.0)
         for name, most in {**shares, "reach": 128.0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
@@ -88,6 +92,12 @@ class CalibrateConfig(Config):
         if self.effort == "quick":
             return 0, 0
         return self.iterations or ITERATIONS[self.effort], self.batch_size or BATCH_SIZES[self.effort]
+
+    @property
+    def tuning(self) -> tuple[int, int]:
+        """The same of the last step, for each width through the whole model."""
+        iterations, batch_size = self.learning
+        return (2 * iterations, batch_size) if self.tune else (0, 0)
 
     def importance_of(self, bits: int) -> float:
         """What the error at `bits` weighs in reconstruction."""

@@ -16,7 +16,7 @@ activations inside it, is as in float.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -98,7 +98,10 @@ class _Samples:
 
 
 class Reconstruction:
-    """The learning of one block. `settings` is what the dial gets for each width, the highest first."""
+    """The learning of one block. `settings` is what the dial gets for each width, the highest first.
+
+    `only` are the parameters that may move; None: all that the effort lets move.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,8 @@ class Reconstruction:
         settings: Mapping[int, BitPlan],
         config: CalibrateConfig,
         generator: torch.Generator,
+        *,
+        only: Collection[nn.Parameter] | None = None,
     ):
         self.model, self.block, self.settings, self.config = model, block, settings, config
         self.generator = generator
@@ -121,6 +126,10 @@ class Reconstruction:
         norms = [p for name in block.norms for p in model.get_submodule(name).parameters()]
         biases = [layer.bias for layer in self.layers if layer.bias is not None]
         self.norms = [Learned(parameter, _size(parameter)) for parameter in dict.fromkeys((*norms, *biases))]
+        if only is not None:
+            kept = {id(parameter) for parameter in only}
+            for some in (self.weights, self.scales, self.norms):
+                some[:] = [one for one in some if id(one.parameter) in kept]
         self.learned = [*self.weights, *self.scales, *self.norms]
 
     def _act_scales(self) -> list[nn.Parameter]:
@@ -236,9 +245,9 @@ class Reconstruction:
 
     @contextmanager
     def _only_learned(self) -> Iterator[None]:
-        """Let no other parameter of the block's layers have a gradient: it would be computed for nothing."""
+        """Let no other parameter of the model have a gradient: it would be computed for nothing."""
         learned = {id(one.parameter) for one in self.learned}
-        others = [p for layer in self.layers for p in layer.parameters() if id(p) not in learned and p.requires_grad]
+        others = [p for p in self.model.parameters() if id(p) not in learned and p.requires_grad]
         try:
             for parameter in others:
                 parameter.requires_grad_(False)

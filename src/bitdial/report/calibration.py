@@ -88,7 +88,7 @@ def _worst(blocks: list[Mapping[str, Any]]) -> list[Element]:
     """The blocks with the largest error at the lowest width."""
     widths = list(by_bits(blocks[0]["error"]))
     low = str(widths[-1])
-    known = [one for one in blocks if one["error"][low] is not None]
+    known = [one for one in blocks if one["layers"] and one["error"][low] is not None]
     order = sorted(known, key=lambda one: -one["error"][low])[:WORST]
     rows: list[tuple[str, ...]] = [("Block", *(width_name(bits) for bits in widths), "Layers")]
     for one in order:

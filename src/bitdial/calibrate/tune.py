@@ -1,0 +1,117 @@
+"""The last step: what each width alone has learns from the output of the whole model. No labels.
+
+A block is calibrated to give what the float model's block gives. But it does not know what later blocks make of an
+error, and what it cannot make up for adds up from block to block. So at the end the norms and activation scales of a
+width learn together, by the relative error of the model's outputs (see `reconstruct`). No other width has any of
+them: what one gains costs the others nothing, and a width that gains nothing stays as it was.
+
+A model that cannot be traced is left as it is.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from bitdial.calibrate.blocks import Block
+from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.reconstruct import Reconstruction
+from bitdial.calibrate.report import BlockReport
+from bitdial.calibrate.values import Values
+from bitdial.calibrate.walk import Walk
+from bitdial.dial.dial import resolve_plan, set_bits
+from bitdial.dial.plan import BitPlan
+from bitdial.nn import QuantLayer, SwitchableBatchNorm
+
+NAME = "the whole model"
+Tell = Callable[[float, dict[int, float]], None]  # the share that is done, and errors by width
+
+
+def own_parameters(model: nn.Module, settings: Mapping[int, BitPlan]) -> dict[int, list[nn.Parameter]]:
+    """The parameters of norms and activation scales that one of `settings` uses and no other, by its width."""
+    used: dict[int, dict[nn.Parameter, None]] = {}
+    norms = [module for module in model.modules() if isinstance(module, SwitchableBatchNorm)]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    for bits, plan in settings.items():
+        set_bits(model, plan)
+        pairs = resolve_plan(model, plan)
+        used[bits] = dict.fromkeys(parameter for norm in norms for parameter in norm.active.parameters())
+        for name, layer in layers.items():
+            if layer.act_quantizer is not None:
+                used[bits][layer.act_quantizer.scales[str(pairs[name][1])]] = None
+    return {
+        bits: [p for p in own if not any(p in others for other, others in used.items() if other != bits)]
+        for bits, own in used.items()
+    }
+
+
+class Tuning:
+    """The last step for the `model` of a `walk`. `after` is what the float model gives, where the walk ends."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        walk: Walk,
+        settings: Mapping[int, BitPlan],
+        config: CalibrateConfig,
+        after: Values,
+    ):
+        self.model, self.walk, self.settings, self.after = model, walk, settings, after
+        iterations, batch_size = config.tuning
+        self.config = replace(
+            config,
+            effort="medium",
+            iterations=iterations,
+            batch_size=batch_size,
+            scale_rate=config.tune_rate,
+            norm_rate=config.tune_rate,
+            drop=0.0,
+        )
+        nodes = tuple(node for block in walk.blocks for node in block.nodes)
+        reads = tuple(node for node in nodes if node.op == "placeholder")
+        layers = tuple(name for block in walk.blocks for name in block.layers)
+        norms = tuple(name for block in walk.blocks for name in block.norms)
+        self.block = Block(NAME, nodes, reads, walk.blocks[-1].gives, layers, norms)
+
+    def run(self, report: Tell) -> BlockReport:
+        """Learn at each width that has something of its own and is not good yet."""
+        started, before, error = time.monotonic(), dict[int, float](), dict[int, float]()
+        own = own_parameters(self.model, self.settings)
+        for number, (bits, plan) in enumerate(self.settings.items()):
+            set_bits(self.model, plan)
+            before[bits] = error[bits] = self._error()
+            if own[bits] and before[bits] > self.config.tolerance:
+                tell = _part(report, number, len(self.settings))
+                error[bits] = self._learn(bits, own[bits], before[bits], tell)
+        seconds = time.monotonic() - started
+        return BlockReport(name=NAME, layers=(), error=error, error_before=before, seconds=seconds)
+
+    def _learn(self, bits: int, own: list[nn.Parameter], before: float, report: Tell) -> float:
+        """Let `own` learn at `bits`; the error then. Without a gain they are put back."""
+        generator = torch.Generator(own[0].device).manual_seed(self.config.seed * 1_000_003 - bits)
+        kept = [parameter.detach().clone() for parameter in own]
+        setting = {bits: self.settings[bits]}
+        learning = Reconstruction(self.model, self.block, setting, self.config, generator, only=own)
+        start, iterations = self.walk.start(), self.config.learning[0]
+        with torch.enable_grad():
+            learning.learn(start, {bits: start}, self.after, lambda i, errors: report(i / iterations, errors))
+        error = self._error()
+        if error < before:
+            return error
+        with torch.no_grad():
+            for parameter, value in zip(own, kept, strict=True):
+                parameter.copy_(value)
+        return before
+
+    def _error(self) -> float:
+        """The relative error of the model's outputs over all samples, as it is set."""
+        values, whole = self.walk.start(), replace(self.block, norms=())  # with norms, all batches would stop at each
+        values.advance(self.model, whole, lambda name, inputs: None)
+        return values.distance(self.after, whole)
+
+
+def _part(report: Tell, number: int, count: int) -> Tell:
+    """What reports the share that is done of one of `count` parts."""
+    return lambda share, errors: report((number + share) / count, errors)

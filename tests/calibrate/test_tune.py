@@ -1,0 +1,94 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitdial import calibrate, load, save, set_bits
+from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.reference import float_copy
+from bitdial.calibrate.tune import Tuning, own_parameters
+from bitdial.calibrate.walk import Walk
+from bitdial.dial.plan import BitPlan
+
+from .conftest import BITS, images, mobile, prepared
+
+SETTINGS = {bits: BitPlan(default=bits) for bits in BITS}
+
+
+def outputs(model: nn.Module, x: Tensor) -> dict[int, Tensor]:
+    found = {}
+    for bits in BITS:
+        set_bits(model, bits)
+        with torch.no_grad():
+            found[bits] = model(x)
+    return found
+
+
+def test_what_a_width_has_of_its_own() -> None:
+    model = prepared(mobile(), keep_first_last=8)
+    own = own_parameters(model, SETTINGS)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {bits: {names[id(p)] for p in parameters} for bits, parameters in own.items()}
+    assert {"first.expand.1.sets.4.weight", "first.filter.1.sets.4.bias"} <= found[4]
+    assert any(name.endswith("act_quantizer.scales.4") for name in found[4])
+    ends = [name for name in names.values() if name.startswith(("stem.0.", "head.")) and "scales.8" in name]
+    assert not any(name in each for name in ends for each in found.values()), "all widths use those of the ends"
+    every = [name for each in found.values() for name in each]
+    assert len(every) == len(set(every))
+    shared = own_parameters(model, {bits: BitPlan(default=(bits, 8)) for bits in BITS})
+    assert not any("scales" in names[id(p)] for p in shared[4]), "activations of 8 bits are of all widths"
+
+
+def test_a_width_gains_and_no_other_changes() -> None:
+    x, model = images(64), prepared(mobile(), keep_first_last=8)
+    plain = float_copy(model)
+    walk = Walk(model, list(x.split(16)))
+    after = walk.start()
+    for block in walk.blocks:
+        after.advance(plain, block, lambda name, x: None)
+    before, state = outputs(model, x), {n: v.clone() for n, v in model.state_dict().items()}
+    wanted = plain(x).detach()
+    errors = {b: float((before[b] - wanted).square().sum() / wanted.square().sum()) for b in BITS}
+    config = CalibrateConfig(effort="medium", iterations=20, batch_size=16, tune_rate=1e-2)
+    good = replace(config, tolerance=(errors[4] + errors[3]) / 2)  # all widths but the lowest are
+    told: list[float] = []
+    report = Tuning(model, walk, SETTINGS, good, after).run(lambda share, errors: told.append(share))
+    assert report.error_before == pytest.approx(errors, rel=1e-4)
+    assert report.error[3] < 0.9 * report.error_before[3]
+    assert told == sorted(told)
+    assert told[-1] == 1
+    now = outputs(model, x)
+    assert all(torch.equal(now[bits], before[bits]) for bits in (8, 6, 4))
+    changed = {n for n, v in model.state_dict().items() if not torch.equal(v, state[n])}
+    assert all(".sets.3." in name or name.endswith("scales.3") for name in changed)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+    far = replace(config, iterations=2, tune_rate=1.0)
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    again = Tuning(model, walk, SETTINGS, far, after).run(lambda share, errors: None)
+    assert again.error == again.error_before
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items()), "what does not help is taken back"
+
+
+def test_it_is_the_last_step_of_a_calibration(tmp_path: Path) -> None:
+    x, net = list(images(48).split(16)), mobile()
+    config = CalibrateConfig(effort="medium", iterations=4, batch_size=8)
+    reports = {}
+    for tune in (True, False):
+        model = prepared(net, keep_first_last=8)
+        path = tmp_path / f"{tune}.ckpt"
+        reports[tune] = calibrate(model, x, replace(config, tune=tune), checkpoint=path, progress=False)
+        save(model, tmp_path / f"{tune}.safetensors")
+    whole = reports[True].blocks[-1]
+    assert len(reports[True].blocks) == len(reports[False].blocks) + 1
+    assert whole.name == "the whole model"
+    assert reports[True].error[3] <= whole.error_before[3]
+    assert "learned through the whole model" in reports[True].steps[-1]
+    again = prepared(net, keep_first_last=8)
+    report = calibrate(again, x, config, checkpoint=tmp_path / "True.ckpt", progress=False)
+    assert report.resumed == len(report.blocks)
+    live = load(tmp_path / "True.safetensors", net, kernels="float")
+    found, wanted = outputs(live, x[0]), outputs(again, x[0])
+    assert all(torch.equal(found[bits], wanted[bits]) for bits in BITS)
