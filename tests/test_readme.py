@@ -503,7 +503,7 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     commands = set(
         re.findall(
             r"\bbitdial (demo|train|calibrate|calibrate-llm|eval|eval-llm|inspect|switch|export|repack|sensitivity|"
-            r"search|pareto)(?![\w-])",
+            r"search|search-llm|pareto)(?![\w-])",
             text,
         )
     )
@@ -520,6 +520,7 @@ def test_documented_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
         "repack",
         "sensitivity",
         "search",
+        "search-llm",
         "pareto",
     }
     for command in commands:

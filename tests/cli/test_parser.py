@@ -52,6 +52,7 @@ COMMANDS = [
     "repack",
     "sensitivity",
     "search",
+    "search-llm",
     "pareto",
 ]
 

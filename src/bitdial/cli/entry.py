@@ -16,7 +16,7 @@ from bitdial.errors import BitdialError, ConfigError
 
 RESUMED = ("train", "calibrate", "calibrate-llm")  # commands that go on from what was saved
 # Commands whose inputs are so much of their usage that what is wrong with them is 2.
-ANSWERED_AS_USAGE = ("calibrate", "calibrate-llm", "eval-llm", f"train {LLM}", f"train {DETECTOR}")
+ANSWERED_AS_USAGE = ("calibrate", "calibrate-llm", "eval-llm", "search-llm", f"train {LLM}", f"train {DETECTOR}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +59,19 @@ def _in_one_line(problem: BaseException) -> str:
 
 def _action(name: str) -> Callable[[argparse.Namespace], None]:
     """What a command does; imported once it is clear that there is something to do, for PyTorch takes a second."""
-    from bitdial.cli import calibrate, calibrate_llm, demo, evaluate, export, inspection, language, mixed, repack, train
+    from bitdial.cli import (
+        calibrate,
+        calibrate_llm,
+        demo,
+        evaluate,
+        export,
+        inspection,
+        language,
+        mixed,
+        repack,
+        search_llm,
+        train,
+    )
 
     return {
         "demo": demo.run,
@@ -74,5 +86,6 @@ def _action(name: str) -> Callable[[argparse.Namespace], None]:
         "repack": repack.run,
         "sensitivity": mixed.run_sensitivity,
         "search": mixed.run_search,
+        "search-llm": search_llm.run,
         "pareto": mixed.run_pareto,
     }[name]

@@ -70,7 +70,7 @@ def find_measured_plans(options: argparse.Namespace, combined: list[dict[str, fl
             )
             for budgets in combined
         }  # fmt: skip
-    _show_plans(options, found)
+    show_plans(options, found)
     if reference is None:
         print("The file has no float model to compare with; --reference with its float weights brings it")
     keep_plans(options, found)
@@ -96,7 +96,7 @@ def _inputs(
     return list(images)
 
 
-def _show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]) -> None:
+def show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]) -> None:
     first = next(iter(found.values()))
     quantities = list(first.costs)
     rows = []

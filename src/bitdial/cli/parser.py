@@ -12,6 +12,7 @@ from bitdial.cli.image_options import eval_options
 from bitdial.cli.language_options import eval_llm_options
 from bitdial.cli.llm_options import LLM, llm_parser
 from bitdial.cli.mixed_options import pareto_options, search_options, sensitivity_options
+from bitdial.cli.search_llm_options import search_llm_options
 from bitdial.cli.train_options import train_options
 from bitdial.cli.usage import Parser
 
@@ -58,6 +59,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sensitivity_options(commands.add_parser("sensitivity", help="Hessian trace of each layer: which ones need bits"))
     search_options(commands.add_parser("search", help="the best plan within budgets, by sensitivities or by measuring"))
+    search_llm_options(
+        commands.add_parser(
+            "search-llm", help="the best plan of a language model in the bytes of a width, by measuring"
+        )
+    )
     pareto_options(commands.add_parser("pareto", help="measure many plans, store those that no other beats, a page"))
     return parser
 
