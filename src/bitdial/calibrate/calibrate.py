@@ -1,6 +1,5 @@
 """calibrate(model, batches): a prepared model in, the same model out, good at every width. No labels."""
 
-import copy
 import logging
 import math
 import os
@@ -258,13 +257,10 @@ class _Calibration:
             progress.update(number + 0.999 * iteration / self.config.learning[0], block.name, errors)
 
         learning = Reconstruction(self.model, block, self.settings, self.config, generator)
-        parts = [self.model.get_submodule(name) for name in (*block.layers, *block.norms)]
-        states = [copy.deepcopy(part.state_dict()) for part in parts]
         with torch.enable_grad():
             learning.learn(self.float_values, self.values, after, report)
         if learning.loss(self._go_on(block, self._copies(), after, {})) >= learning.loss(before):
-            for part, state in zip(parts, states, strict=True):
-                part.load_state_dict(state)
+            learning.take_back()
 
     def _pass(self, block: Block) -> None:
         """Go on over a block that is done."""

@@ -30,6 +30,7 @@ class CalibrateConfig(Config):
     norm_rate          learning rate of weights and biases of norms, relative to their size; each width has its own
     tune               at last, let what each width has of its own learn from the output of the whole model
     tune_rate          learning rate of that, relative to sizes
+    tune_weight_rate   that of weights, which learn first, at all widths at once, with effort 'full'; as weight_rate
     reach              how far a weight may move, in steps of the lowest width
     drop               the share of a block's inputs, and of the activations in it, that stays in float as it learns
     tolerance          the relative error of a block's output below which a width counts as good; of a layer's, a tenth
@@ -54,6 +55,7 @@ class CalibrateConfig(Config):
     scale_rate: float = 1e-3
     norm_rate: float = 1e-2
     tune_rate: float = 3e-3
+    tune_weight_rate: float = 1e-3
     reach: float = 0.5
     drop: float = 0.5
     tolerance: float = 1e-3
@@ -74,7 +76,8 @@ class CalibrateConfig(Config):
             raise ConfigError(f"activation_bits={self.activation_bits!r} must be a width, such as 8, or None")
         if type(self.seed) is not int:
             raise ConfigError(f"seed={self.seed!r} must be a whole number")
-        shares = dict.fromkeys(("weight_rate", "scale_rate", "norm_rate", "tune_rate", "drop", "tolerance"), 1.0)
+        names = "weight_rate", "scale_rate", "norm_rate", "tune_rate", "tune_weight_rate", "drop", "tolerance"
+        shares = dict.fromkeys(names, 1.0)
         for name, most in {**shares, "reach": 128.0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:

@@ -213,6 +213,12 @@ class Reconstruction:
         return sum(self.config.importance_of(b) * math.log(e + self.config.tolerance) for b, e in errors.items())
 
     @torch.no_grad()
+    def take_back(self) -> None:
+        """Put all that was learned back to where it began."""
+        for one in self.learned:
+            one.parameter.copy_(one.start)
+
+    @torch.no_grad()
     def _move(self) -> None:
         """Keep the offsets within their bounds and put the parameters where they say."""
         for one in self.learned:

@@ -5,6 +5,8 @@ error, and what it cannot make up for adds up from block to block. So at the end
 width learn together, by the relative error of the model's outputs (see `reconstruct`). No other width has any of
 them: what one gains costs the others nothing, and a width that gains nothing stays as it was.
 
+With effort 'full' weights learn so first, together with all else, at all widths at once: codes are of all widths.
+
 A model that cannot be traced is left as it is.
 """
 
@@ -60,15 +62,9 @@ class Tuning:
     ):
         self.model, self.walk, self.settings, self.after = model, walk, settings, after
         iterations, batch_size = config.tuning
-        self.config = replace(
-            config,
-            effort="medium",
-            iterations=iterations,
-            batch_size=batch_size,
-            scale_rate=config.tune_rate,
-            norm_rate=config.tune_rate,
-            drop=0.0,
-        )
+        rates = {"scale_rate": config.tune_rate, "norm_rate": config.tune_rate, "weight_rate": config.tune_weight_rate}
+        self.joint = replace(config, iterations=iterations, batch_size=batch_size, drop=0.0, **rates)
+        self.config = replace(self.joint, effort="medium")
         nodes = tuple(node for block in walk.blocks for node in block.nodes)
         reads = tuple(node for node in nodes if node.op == "placeholder")
         layers = tuple(name for block in walk.blocks for name in block.layers)
@@ -77,36 +73,47 @@ class Tuning:
 
     def run(self, report: Tell) -> BlockReport:
         """Learn at each width that has something of its own and is not good yet."""
-        started, before, error = time.monotonic(), dict[int, float](), dict[int, float]()
-        own = own_parameters(self.model, self.settings)
-        for number, (bits, plan) in enumerate(self.settings.items()):
-            set_bits(self.model, plan)
-            before[bits] = error[bits] = self._error()
-            if own[bits] and before[bits] > self.config.tolerance:
-                tell = _part(report, number, len(self.settings))
-                error[bits] = self._learn(bits, own[bits], before[bits], tell)
+        started, before = time.monotonic(), self._errors(self.settings)
+        own, joint = own_parameters(self.model, self.settings), self.joint.effort == "full"
+        error, parts = dict(before), len(self.settings) + joint
+        if joint:
+            error = self._learn(self.settings, self.joint, None, before, _part(report, 0, parts))
+        for number, (bits, plan) in enumerate(self.settings.items(), start=joint):
+            if own[bits] and error[bits] > self.config.tolerance:
+                tell = _part(report, number, parts)
+                error |= self._learn({bits: plan}, self.config, own[bits], {bits: error[bits]}, tell)
         seconds = time.monotonic() - started
         return BlockReport(name=NAME, layers=(), error=error, error_before=before, seconds=seconds)
 
-    def _learn(self, bits: int, own: list[nn.Parameter], before: float, report: Tell) -> float:
-        """Let `own` learn at `bits`; the error then. Without a gain they are put back."""
-        generator = torch.Generator(own[0].device).manual_seed(self.config.seed * 1_000_003 - bits)
-        kept = [parameter.detach().clone() for parameter in own]
-        setting = {bits: self.settings[bits]}
-        learning = Reconstruction(self.model, self.block, setting, self.config, generator, only=own)
-        start, iterations = self.walk.start(), self.config.learning[0]
+    def _learn(
+        self,
+        settings: Mapping[int, BitPlan],
+        config: CalibrateConfig,
+        only: list[nn.Parameter] | None,
+        before: dict[int, float],
+        report: Tell,
+    ) -> dict[int, float]:
+        """Learn at `settings`; the errors then. Without a gain over `before` everything is put back."""
+        device = next(self.model.parameters()).device
+        generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 - sum(settings))
+        learning = Reconstruction(self.model, self.block, settings, config, generator, only=only)
+        start, iterations = self.walk.start(), config.learning[0]
         with torch.enable_grad():
-            learning.learn(start, {bits: start}, self.after, lambda i, errors: report(i / iterations, errors))
-        error = self._error()
-        if error < before:
+            learning.learn(
+                start, dict.fromkeys(settings, start), self.after, lambda i, errors: report(i / iterations, errors)
+            )
+        error = self._errors(settings)
+        if learning.loss(error) < learning.loss(before):
             return error
-        with torch.no_grad():
-            for parameter, value in zip(own, kept, strict=True):
-                parameter.copy_(value)
+        learning.take_back()
         return before
 
-    def _error(self) -> float:
-        """The relative error of the model's outputs over all samples, as it is set."""
+    def _errors(self, settings: Mapping[int, BitPlan]) -> dict[int, float]:
+        """The relative error of the model's outputs over all samples, by width."""
+        return {bits: self._error(plan) for bits, plan in settings.items()}
+
+    def _error(self, plan: BitPlan) -> float:
+        set_bits(self.model, plan)
         values, whole = self.walk.start(), replace(self.block, norms=())  # with norms, all batches would stop at each
         values.advance(self.model, whole, lambda name, inputs: None)
         return values.distance(self.after, whole)

@@ -97,6 +97,7 @@ def _inputs(
 
 
 def show_plans(options: argparse.Namespace, found: Mapping[str, MeasuredSearch]) -> None:
+    """Print what each plan costs, how far it is from the float model, and where it is kept."""
     first = next(iter(found.values()))
     quantities = list(first.costs)
     rows = []
