@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from bitdial import (
     CalibrateConfig,
     ImageBatches,
+    ImageViews,
     QuantConfig,
     __version__,
     calibrate,
@@ -49,6 +50,7 @@ SETTINGS = (
     "activation_bits",
     "apart",
     "iterations",
+    "views",
     "seed",
     "device",
 )
@@ -70,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1000, help="images to calibrate on (default: 1000)")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--iterations", type=int, help="in each block (default: 200 of medium, 2000 of full)")
+    parser.add_argument("--views", type=int, default=1, help="of each image in the last step (default: 1)")
     parser.add_argument("--activation-bits", type=int, help="of all widths (default: those of the weights)")
     parser.add_argument("--apart", action="store_true", help="each width by itself")
     parser.add_argument("--device", default="cpu")
@@ -98,7 +101,8 @@ def calibrated(model: nn.Module, images: ImageBatches, widths: tuple[int, ...], 
     )
     prepared = prepare(model, config, list(images.subset(TO_PREPARE))).eval()
     if effort != "none":
-        calibrate(prepared, images, settings_of(effort, widths, options))
+        views = ImageViews(images, options.views, seed=options.seed) if options.views > 1 else None
+        calibrate(prepared, images, settings_of(effort, widths, options), tune_on=views)
     return prepared
 
 
@@ -181,6 +185,7 @@ def main() -> None:
                 "activation_bits": options.activation_bits,
                 "apart": options.apart,
                 "iterations": iterations or None,
+                "views": options.views if iterations and options.views > 1 else None,
                 "float_top1": level,
                 **found,
                 "dev_images": dev.size,

@@ -24,6 +24,7 @@ PUBLIC = [
     "Ema",
     "ImageBatches",
     "ImageSettings",
+    "ImageViews",
     "InstanceFolder",
     "JointStep",
     "LayerOutputs",

@@ -31,7 +31,7 @@ if _typing.TYPE_CHECKING:
     from bitdial.export.gguf import export_gguf
     from bitdial.export.transformers import export_pretrained, load_pretrained
     from bitdial.functional import narrow
-    from bitdial.images import ImageBatches, ImageSettings, InstanceFolder
+    from bitdial.images import ImageBatches, ImageSettings, ImageViews, InstanceFolder
     from bitdial.language import evaluate_language, read_questions
     from bitdial.live.decode_graphs import decode_graphs
     from bitdial.live.engines.exact import code_exact
@@ -87,6 +87,7 @@ __all__ = [
     "Ema",
     "ImageBatches",
     "ImageSettings",
+    "ImageViews",
     "InstanceFolder",
     "JointStep",
     "LayerOutputs",
@@ -168,7 +169,7 @@ _load_when_asked(
         "bitdial.export.gguf": "export_gguf",
         "bitdial.export.transformers": "export_pretrained load_pretrained",
         "bitdial.functional": "narrow",
-        "bitdial.images": "ImageBatches ImageSettings InstanceFolder",
+        "bitdial.images": "ImageBatches ImageSettings ImageViews InstanceFolder",
         "bitdial.language": "evaluate_language read_questions",
         "bitdial.live.decode_graphs": "decode_graphs",
         "bitdial.live.engines.exact": "code_exact",

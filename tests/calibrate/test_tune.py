@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitdial import calibrate, load, save, set_bits
+from bitdial import ImageViews, calibrate, load, save, set_bits
 from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.reference import float_copy
 from bitdial.calibrate.tune import Tuning, own_parameters
 from bitdial.calibrate.walk import Walk
 from bitdial.dial.plan import BitPlan
+from bitdial.errors import CheckpointError, ConfigError
 
 from .conftest import BITS, images, mobile, prepared
 
@@ -45,16 +46,13 @@ def test_a_width_gains_and_no_other_changes() -> None:
     x, model = images(64), prepared(mobile(), keep_first_last=8)
     plain = float_copy(model)
     walk = Walk(model, list(x.split(16)))
-    after = walk.start()
-    for block in walk.blocks:
-        after.advance(plain, block, lambda name, x: None)
     before, state = outputs(model, x), {n: v.clone() for n, v in model.state_dict().items()}
     wanted = plain(x).detach()
     errors = {b: float((before[b] - wanted).square().sum() / wanted.square().sum()) for b in BITS}
     config = CalibrateConfig(effort="medium", iterations=20, batch_size=16, tune_rate=1e-2)
     good = replace(config, tolerance=(errors[4] + errors[3]) / 2)  # all widths but the lowest are
     told: list[float] = []
-    report = Tuning(model, walk, SETTINGS, good, after).run(lambda share, errors: told.append(share))
+    report = Tuning(model, walk, SETTINGS, good, walk.start(), plain).run(lambda share, errors: told.append(share))
     assert report.error_before == pytest.approx(errors, rel=1e-4)
     assert report.error[3] < 0.9 * report.error_before[3]
     assert told == sorted(told)
@@ -67,7 +65,7 @@ def test_a_width_gains_and_no_other_changes() -> None:
 
     far = replace(config, iterations=2, tune_rate=1.0)
     state = {n: v.clone() for n, v in model.state_dict().items()}
-    again = Tuning(model, walk, SETTINGS, far, after).run(lambda share, errors: None)
+    again = Tuning(model, walk, SETTINGS, far, walk.start(), plain).run(lambda share, errors: None)
     assert again.error == again.error_before
     assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items()), "what does not help is taken back"
 
@@ -92,3 +90,33 @@ def test_it_is_the_last_step_of_a_calibration(tmp_path: Path) -> None:
     live = load(tmp_path / "True.safetensors", net, kernels="float")
     found, wanted = outputs(live, x[0]), outputs(again, x[0])
     assert all(torch.equal(found[bits], wanted[bits]) for bits in BITS)
+
+
+def test_other_samples_for_the_last_step(tmp_path: Path) -> None:
+    x, net = list(images(32).split(16)), mobile()
+    config, path = CalibrateConfig(effort="medium", iterations=4, batch_size=8), tmp_path / "calibration.ckpt"
+    reports, found = {}, {}
+    for name, more in (("none", None), ("same", x), ("views", ImageViews(x, 3))):
+        model = prepared(net, keep_first_last=8)
+        reports[name] = calibrate(
+            model, x, config, tune_on=more, checkpoint=path if more is not x else None, progress=False
+        )
+        found[name] = outputs(model, x[0])
+        path.unlink(missing_ok=name == "same")
+        if name == "none":
+            with pytest.raises(ConfigError, match="no batch"):
+                calibrate(prepared(net), x, config, tune_on=[], progress=False)
+    assert all(torch.equal(found["none"][bits], found["same"][bits]) for bits in BITS)
+    assert not torch.equal(found["none"][3], found["views"][3])
+    quick = calibrate(prepared(net), x, tune_on=x, progress=False)
+    assert "tune_on is not used: the last step is left out" in quick.warnings
+    before = [[block.error for block in report.blocks[:-1]] for report in reports.values()]
+    assert before[0] == before[1] == before[2], "blocks see the batches alone"
+
+
+def test_a_checkpoint_knows_the_samples_of_the_last_step(tmp_path: Path) -> None:
+    x, net = list(images(32).split(16)), mobile()
+    config, path = CalibrateConfig(effort="medium", iterations=1, batch_size=8), tmp_path / "calibration.ckpt"
+    calibrate(prepared(net), x, config, tune_on=ImageViews(x, 2), checkpoint=path, progress=False)
+    with pytest.raises(CheckpointError, match="inputs"):
+        calibrate(prepared(net), x, config, checkpoint=path, progress=False)

@@ -42,6 +42,7 @@ def calibrate(
     batches: Tensor | dict[str, object] | Iterable[Batch],
     config: CalibrateConfig | None = None,
     *,
+    tune_on: Iterable[Batch] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> CalibrationReport:
@@ -49,9 +50,11 @@ def calibrate(
 
     A batch is inputs only: a tensor, a tuple of positional or a dict of keyword arguments. Scales are chosen anew.
     Then, block by block in the order in which the model runs, norms and weights are set so that its output is that of
-    the float model at each width. CalibrateConfig has the steps. After an error the model is half changed: prepare it
-    anew. With a `checkpoint` file a run that was stopped goes on after its last whole block, from the same prepared
-    model; remove the file once the model is saved.
+    the float model at each width. CalibrateConfig has the steps. `tune_on` are other inputs for the last of them, such
+    as `ImageViews(images, 4)`: the more there are, the less is learned by heart; None takes `batches`.
+
+    After an error the model is half changed: prepare it anew. With a `checkpoint` file a run that was stopped goes on
+    after its last whole block, from the same prepared model; remove the file once the model is saved.
     """
     config = CalibrateConfig() if config is None else config
     if not isinstance(config, CalibrateConfig):
@@ -61,11 +64,13 @@ def calibrate(
     if not layers:
         raise ConfigError("the model has no quantised layer to calibrate; call prepare(model, config, batch) first")
     inputs, warnings = checked(batches)
-    inputs = moved(inputs, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    inputs = moved(inputs, device)
+    more = None if tune_on is None else moved(checked(tune_on)[0], device)
     before = get_bits(model)
     try:
         with evaluating(model), caches_off(model):
-            return _Calibration(model, layers, inputs, config, warnings).run(checkpoint, show=progress)
+            return _Calibration(model, layers, inputs, config, warnings, more).run(checkpoint, show=progress)
     finally:
         set_bits(model, before)
 
@@ -100,8 +105,10 @@ class _Calibration:
         inputs: list[Batch],
         config: CalibrateConfig,
         warnings: list[str],
+        tune_on: list[Batch] | None = None,
     ):
         self.model, self.layers, self.inputs, self.config, self.warnings = model, layers, inputs, config, warnings
+        self.tune_on = tune_on
         widths = next(iter(layers.values())).bit_choices
         if (act_bits := config.activation_bits) is not None and act_bits not in widths:
             raise ConfigError(f"activation_bits={act_bits} is none of the model's widths {widths}")
@@ -110,7 +117,7 @@ class _Calibration:
     def run(self, path: str | os.PathLike[str] | None, *, show: bool) -> CalibrationReport:
         """All steps, all blocks."""
         started, config = time.monotonic(), self.config
-        file = Checkpoint(path, self.model, config, self.inputs)
+        file = Checkpoint(path, self.model, config, [*self.inputs, *(self.tune_on or [])])
         self.walk = Walk(self.model, self.inputs)
         self.warnings += self.walk.warnings
         steps = []
@@ -131,6 +138,9 @@ class _Calibration:
         steps += [f"{learned} learned, {iterations} iterations a block"] if iterations else []
         tunes = self.walk.traced and config.tuning[0] > 0
         steps += [f"norms and activation scales of each width learned through {WHOLE}"] if tunes else []
+        if self.tune_on is not None and not tunes:
+            why = "the last step is left out" if self.walk.traced else "the model cannot be traced as a whole"
+            self.warnings.append(f"tune_on is not used: {why}")
         for warning in self.warnings:
             log.warning(warning)
         reports = file.read()
@@ -162,7 +172,8 @@ class _Calibration:
                 file.write([each.to_dict() for each in reports])
                 progress.update(number + 1, block.name, reports[-1].error)
             if tunes:
-                tuning = Tuning(self.model, self.walk, self.settings, self.config, self.float_values)
+                start = self.walk.start() if self.tune_on is None else self.walk.start_with(self.tune_on)
+                tuning = Tuning(self.model, self.walk, self.settings, self.config, start, self.reference)
                 progress.update(count, WHOLE, {})
                 reports.append(tuning.run(lambda share, errors: progress.update(count + 0.999 * share, WHOLE, errors)))
                 file.write([each.to_dict() for each in reports])

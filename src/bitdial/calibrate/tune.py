@@ -50,7 +50,7 @@ def own_parameters(model: nn.Module, settings: Mapping[int, BitPlan]) -> dict[in
 
 
 class Tuning:
-    """The last step for the `model` of a `walk`. `after` is what the float model gives, where the walk ends."""
+    """The last step for the `model` of a traced `walk`, on the samples of `start`; `plain` is the float model."""
 
     def __init__(
         self,
@@ -58,18 +58,27 @@ class Tuning:
         walk: Walk,
         settings: Mapping[int, BitPlan],
         config: CalibrateConfig,
-        after: Values,
+        start: Values,
+        plain: nn.Module,
     ):
-        self.model, self.walk, self.settings, self.after = model, walk, settings, after
+        self.model, self.settings, self.start = model, settings, start
         iterations, batch_size = config.tuning
-        rates = {"scale_rate": config.tune_rate, "norm_rate": config.tune_rate, "weight_rate": config.tune_weight_rate}
-        self.joint = replace(config, iterations=iterations, batch_size=batch_size, drop=0.0, **rates)
+        self.joint = replace(
+            config,
+            iterations=iterations,
+            batch_size=batch_size,
+            drop=0.0,
+            scale_rate=config.tune_rate,
+            norm_rate=config.tune_rate,
+            weight_rate=config.tune_weight_rate,
+        )
         self.config = replace(self.joint, effort="medium")
         nodes = tuple(node for block in walk.blocks for node in block.nodes)
         reads = tuple(node for node in nodes if node.op == "placeholder")
         layers = tuple(name for block in walk.blocks for name in block.layers)
         norms = tuple(name for block in walk.blocks for name in block.norms)
         self.block = Block(NAME, nodes, reads, walk.blocks[-1].gives, layers, norms)
+        self.after = self._through(plain)
 
     def run(self, report: Tell) -> BlockReport:
         """Learn at each width that has something of its own and is not good yet."""
@@ -97,7 +106,7 @@ class Tuning:
         device = next(self.model.parameters()).device
         generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 - sum(settings))
         learning = Reconstruction(self.model, self.block, settings, config, generator, only=only)
-        start, iterations = self.walk.start(), config.learning[0]
+        start, iterations = self.start.copy(), config.learning[0]
         with torch.enable_grad():
             learning.learn(
                 start, dict.fromkeys(settings, start), self.after, lambda i, errors: report(i / iterations, errors)
@@ -114,9 +123,13 @@ class Tuning:
 
     def _error(self, plan: BitPlan) -> float:
         set_bits(self.model, plan)
-        values, whole = self.walk.start(), replace(self.block, norms=())  # with norms, all batches would stop at each
-        values.advance(self.model, whole, lambda name, inputs: None)
-        return values.distance(self.after, whole)
+        return self._through(self.model).distance(self.after, self.block)
+
+    def _through(self, root: nn.Module) -> Values:
+        """What `root` gives for the samples."""
+        values, whole = self.start.copy(), replace(self.block, norms=())  # with norms, all batches would stop at each
+        values.advance(root, whole, lambda name, inputs: None)
+        return values
 
 
 def _part(report: Tell, number: int, count: int) -> Tell:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from bitdial.calibrate.blocks import Block, find_blocks
@@ -29,7 +29,7 @@ class Walk:
     """The blocks of `model` in the order in which they run, and where values begin."""
 
     def __init__(self, model: nn.Module, inputs: list[Batch]):
-        self.inputs, self.warnings = inputs, list[str]()
+        self._model, self.inputs, self.warnings = model, inputs, list[str]()
         self.samples = sum(_count(batch) for batch in inputs)
         self.blocks: list[Block] = []
         self.traced = False
@@ -60,6 +60,10 @@ class Walk:
         counts = list(accumulate(_count(batch) for batch in self.inputs))
         return next((number for number, total in enumerate(counts, start=1) if total >= samples), len(counts))
 
+    def start_with(self, inputs: list[Batch]) -> Values:
+        """The values of other `inputs` before the first block; of a model that was traced."""
+        return Values([_environment(self._model, self.blocks, batch) for batch in inputs])
+
     def start(self) -> Values:
         """The values before the first block."""
         if self.parts:
@@ -79,13 +83,22 @@ def _traced(model: nn.Module, inputs: list[Batch]) -> tuple[list[Block], list[En
         raise ConfigError("the model cannot be traced: its forward takes any arguments")
     fixed = {name: p.default for name, p in signature.items() if not any(name in each for each in given)}
     blocks = find_blocks(model, fixed)
-    places = [node for block in blocks for node in block.nodes if node.op == "placeholder"]
-    if len(places) != len(signature):
+    if len(_placeholders(blocks)) != len(signature):
         raise ConfigError("the model cannot be traced: its graph has other inputs")
-    defaults = {name: p.default for name, p in signature.items()}
-    starts = [dict(zip(places, ({**defaults, **each}[name] for name in signature), strict=True)) for each in given]
+    starts = [_environment(model, blocks, batch) for batch in inputs]
     _check_graph(model, blocks, starts[0], inputs[0])
     return blocks, starts
+
+
+def _placeholders(blocks: list[Block]) -> list[fx.Node]:
+    return [node for block in blocks for node in block.nodes if node.op == "placeholder"]
+
+
+def _environment(model: nn.Module, blocks: list[Block], batch: Batch) -> Environment:
+    """The arguments of `model` on `batch` by their nodes."""
+    signature = inspect.signature(model.forward).parameters
+    values = {name: p.default for name, p in signature.items()} | dict(_arguments(model, batch))
+    return dict(zip(_placeholders(blocks), (values[name] for name in signature), strict=True))
 
 
 def _arguments(model: nn.Module, batch: Batch) -> Mapping[str, Any]:

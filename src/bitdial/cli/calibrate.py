@@ -19,6 +19,7 @@ from bitdial.report import Samples, calibration_report
 from bitdial.report.numbers import interval_text
 
 FIRST_LAST: dict[str, Any] = {"float": True, "8": 8, "same": False}
+VIEWS = {"quick": 1, "medium": 1, "full": 4}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -91,6 +92,7 @@ def _run_of(options: argparse.Namespace) -> CalibrationRun:
             seed=options.seed,
         ),
         out=options.out,
+        views=options.views or VIEWS[options.effort],
         replace=options.replace,
     )
 

@@ -38,6 +38,12 @@ def calibrate_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--activation-bits", type=int, metavar="B", help="of all widths (default: the weights')")
     command.add_argument("--iterations", type=int, help="in each block (default: 200 of medium, 2000 of full)")
+    command.add_argument(
+        "--views",
+        type=positive,
+        metavar="N",
+        help="of each image in the last step: mirrored, and random parts of it (default: 4 of full, 1 of others)",
+    )
     command.add_argument("--seed", type=seed, default=0, help="of what medium and full draw (default: 0)")
     scales = command.add_argument_group("quantisation")
     scales.add_argument(

@@ -24,7 +24,7 @@ from bitdial.calibrate import CalibrateConfig, calibrate
 from bitdial.dial.dial import at_bits, set_bits
 from bitdial.errors import ArtifactError, ConfigError
 from bitdial.files.atomic import check_target, write_json
-from bitdial.images import ImageBatches
+from bitdial.images import ImageBatches, ImageViews
 from bitdial.live.load import load
 from bitdial.planning.progress import tracked
 from bitdial.prepare.config import QuantConfig
@@ -43,7 +43,8 @@ HELD_OUT = 1_000  # images to measure agreement on, where the folder has more th
 class CalibrationRun:
     """One run: a float model in eval mode, its images, and what is to come out.
 
-    `evaluation` are the images to measure on; None takes others of the same folder, or if it has none, `images`.
+    `evaluation` are the images to measure on; None takes others of the same folder, or if it has none, `images`. The
+    last step of the calibration sees each image in so many `views`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class CalibrationRun:
     quant: QuantConfig
     config: CalibrateConfig
     out: Path
+    views: int = 1
     replace: bool = False
     progress: bool = True
 
@@ -80,7 +82,8 @@ class CalibrationRun:
     def digest(self) -> str:
         """What tells this calibration from others: model, weights, images and settings."""
         files = [(name, (self.images.folder / name).stat().st_size) for name in self.images.names]
-        facts = [self.name, self.quant.to_dict(), self.config.to_dict(), self.images.settings.to_dict(), files]
+        settings = [one.to_dict() for one in (self.quant, self.config, self.images.settings)]
+        facts = [self.name, *settings, files, self.views]
         total = hashlib.sha256(json.dumps(facts, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             total.update(name.encode())
@@ -120,6 +123,7 @@ def run_calibration(run: CalibrationRun, *, tell: Callable[[str], None] = log.in
             "which": which,
             "seen": _seen(run, images),
         },
+        "views": run.views,
         "quant": json.loads(json.dumps(run.quant.to_dict())),
         "float": {"top1": whole.top1},
         "widths": {str(b): {"top1": one.top1, "agreement": one.agreement} for b, one in judged.items()},
@@ -161,7 +165,10 @@ def _calibrate(run: CalibrationRun, tell: Callable[[str], None]) -> None:
     prepared = prepare(run.model, run.quant, list(run.images.subset(TO_PREPARE))).eval()
     widths = ", ".join(map(str, run.quant.bit_choices))
     tell(f"Calibrating at {widths} bits (effort: {run.config.effort}); run the same command again if it is interrupted")
-    report = calibrate(prepared, run.images, run.config, checkpoint=run.checkpoint, progress=run.progress)
+    views = ImageViews(run.images, run.views, seed=run.config.seed) if run.views > 1 else None
+    report = calibrate(
+        prepared, run.images, run.config, tune_on=views, checkpoint=run.checkpoint, progress=run.progress
+    )
     metrics = {
         "model": run.name,
         "image_settings": run.images.settings.to_dict(),
