@@ -115,7 +115,7 @@ def main() -> None:
         "model": "SmolLM2-135M's shape" if options.model is None else options.model.resolve().name,
         "bit_choices": options.bits, "batch": options.batch, "length": options.length, **found,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__, "seed": 0, "command": command(),
+        "torch": torch.__version__, "seed": 0, "command": command("llm_step"),
     }  # fmt: skip
     options.results.write_text(json.dumps([row], indent=1) + "\n")
     times = f"float {found['float']['seconds']:.3f} s, joint {found['joint']['seconds']:.3f} s"

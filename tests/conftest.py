@@ -182,6 +182,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for a GPU, processes of this one included, finds none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """torch.compile without what was compiled before, and nothing left behind."""
     with warnings.catch_warnings():

@@ -112,7 +112,7 @@ def test_a_recorded_iteration_learns_what_an_eager_one_does(monkeypatch: pytest.
 def test_a_block_that_waits_for_the_gpu_learns_without_a_recording(caplog: pytest.LogCaptureFixture) -> None:
     model, seen = prepared(mobile()).cuda(), []
     layer = model.get_submodule("first.expand.0")
-    layer.register_forward_pre_hook(lambda module, args: seen.append(float(args[0].sum())))
+    layer.register_forward_pre_hook(lambda module, args: seen.append(float(args[0].detach().sum())))
     config = CalibrateConfig(effort="full", iterations=40, batch_size=16)
     report = calibrate(model, [x.cuda() for x in images(64).split(16)], config, progress=False)
     assert [r.message for r in caplog.records if "block 'first' learns without a CUDA graph" in r.message]

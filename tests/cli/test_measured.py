@@ -57,7 +57,7 @@ def given(tmp_path: Path) -> Given:
 
 
 def test_it_prints_writes_and_stores_what_the_library_finds(
-    given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_gpu: None
 ) -> None:
     out = tmp_path / "plans.json"
     more = ["--reference", str(given.weights), "--activation-bits", "4", "--samples", "36", "--seed", "3"]

@@ -114,6 +114,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) 
     """The weights that each run came to, and what both processes said, from one launch."""
     folder, threads = tmp_path_factory.mktemp("processes"), torch.get_num_threads()
     torch.set_num_threads(1)
+    no_gpu = pytest.MonkeyPatch()  # two processes want two
+    no_gpu.setattr(torch.cuda, "is_available", lambda: False)
+    no_gpu.setenv("CUDA_VISIBLE_DEVICES", "")
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "script.py").write_text(SCRIPT)
     try:
@@ -133,6 +136,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) 
             found[name] = load_file(folder / name / "state.safetensors")
         found["handed back"] = alone(folder / "handed back", settings)
     finally:
+        no_gpu.undo()
         torch.set_num_threads(threads)
     return found | {"said": said}
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitdial import functional as bf
-from bitdial.kernels import fake_quantize as quantize
 from bitdial.kernels import training as fused
+from bitdial.kernels.fake_quantize import fake_quantize_activation
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -233,7 +233,7 @@ def test_codes_of_every_bfloat16(signed: bool) -> None:
     for bits in (8, 4, 2):
         for scale in torch.logspace(-4, 1, 40).unsqueeze(1):
             expected = bf.fake_quantize_activation(every.float(), scale, bits=bits, kind=kind)
-            got = quantize.fake_quantize_activation(every.to(DEVICE), scale.to(DEVICE), bits=bits, kind=kind)
+            got = fake_quantize_activation(every.to(DEVICE), scale.to(DEVICE), bits=bits, kind=kind)
             assert torch.equal(got.cpu(), expected)
 
 

@@ -107,7 +107,9 @@ def test_a_view_has_its_own_dial(engines: dict[str, Any]) -> None:
         assert {bits for bits, _ in get_bits(views[4]).values()} == {4}
     live = engines["integer"][0]()
     wanted = outputs(live, IMAGES, (8, MIXED))
-    assert torch.equal(view_at_bits(nn.DataParallel(live), MIXED)(IMAGES), wanted[MIXED]), "also of a wrapped model"
+    assert torch.equal(view_at_bits(nn.DataParallel(live).cpu(), MIXED)(IMAGES), wanted[MIXED]), (
+        "also of a wrapped model"
+    )
     assert torch.equal(live(IMAGES), wanted[8])
 
 

@@ -636,7 +636,8 @@ def test_a_plan_from_the_search_to_a_live_model(model: nn.Module, costs: Costs, 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     options = ["--model", "resnet20", "--budgets", "3", "--generations", "2", "--out", str(tmp_path / "rows.json")]
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "search.py"
-    subprocess.run([sys.executable, str(script), *options], check=True, timeout=300, capture_output=True)
+    ran = subprocess.run([sys.executable, str(script), *options], timeout=300, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
     record = json.loads((tmp_path / "rows.json").read_text())
     assert {"command", "seed", "device", "versions"} <= set(record)
     rows = {(row["instance"], row["search"]): row for row in record["rows"]}

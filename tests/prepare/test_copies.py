@@ -71,9 +71,9 @@ def test_the_model_inside_a_wrapper_is_prepared(tmp_path: Path) -> None:
     expected = trained(prepare(made(), CONFIG, IMAGES))
     for wrapped in (
         torch.compile(made(), backend="eager"),
-        nn.DataParallel(made()),
+        nn.DataParallel(made()).cpu(),  # it goes to a GPU by itself
         AveragedModel(made()),
-        torch.compile(nn.DataParallel(made()), backend="eager"),
+        torch.compile(nn.DataParallel(made()).cpu(), backend="eager"),
         compiled_inside(),
     ):
         model = prepare(wrapped, CONFIG, IMAGES)

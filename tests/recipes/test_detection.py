@@ -70,6 +70,7 @@ def test_a_run_leaves_a_file_numbers_and_rows(floats: Path, data: Path) -> None:
         detection(DetectorOptions(out=floats, data=data, **SETTINGS))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gradients of crops add up in any order on a GPU")
 def test_a_stopped_run_goes_on_and_ends_as_if_it_had_not(
     floats: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,11 @@ def quantized_cache(model: nn.Module) -> Any:
             self.values = torch.cat([self.values, to_rows(value_states)], dim=-2)
             return from_rows(self.keys, self.dtype), from_rows(self.values, self.dtype)
 
+        def reset(self) -> None:
+            """Forget all tokens; that of transformers before 5.22 only makes them zero."""
+            self.keys = self.values = torch.empty(0, dtype=torch.int8)
+            self.is_initialized = False
+
     return Cache(layer_class_to_replicate=QuantizedLayer)
 
 

@@ -11,6 +11,7 @@ where features are cropped at boxes, what reads the crops has read the features,
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -174,10 +175,11 @@ def _ends(
 
 def _multiply_add_counter() -> Any:
     """PyTorch's counter, which counts two operations for each; with functions that it leaves out. They get shapes."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count  # brings triton
+    from torch.utils.flop_counter import FlopCounterMode  # brings triton
 
     def attention(q: Any, k: Any, v: Any, *others: Any, **named: Any) -> int:
-        return sdpa_flop_count(q, k, v)
+        *leading, queries, size = q  # several heads of queries may share one of keys: torch 2.11 counts none of these
+        return 2 * math.prod(leading) * queries * k[-2] * (size + v[-1])
 
     def mkldnn_rnn(x: Any, w_in: Any, w_hidden: Any, *others: Any, **named: Any) -> int:
         return 2 * x[0] * x[1] * (w_in[0] * w_in[1] + w_hidden[0] * w_hidden[1])
@@ -191,6 +193,9 @@ def _multiply_add_counter() -> Any:
     more = {
         torch.ops.aten._trilinear: bilinear,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        torch.ops.aten._scaled_dot_product_flash_attention: attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention: attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention: attention,
         torch.ops.aten.mkldnn_rnn_layer: mkldnn_rnn,
         torch.ops.aten._cudnn_rnn: cudnn_rnn,
     }

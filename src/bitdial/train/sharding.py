@@ -19,14 +19,16 @@ def shard(model: nn.Module) -> None:
 
     Every process must hold the same model before. Repeated blocks are the modules of its outermost `nn.ModuleList`s.
     """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))  # its own, not a free GPU
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = [m for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     for blocks in outermost:
         for block in blocks:
-            fully_shard(block, reshard_after_forward=True)
-    fully_shard(model, reshard_after_forward=True)
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 def is_sharded(model: nn.Module) -> bool:

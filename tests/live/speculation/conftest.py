@@ -40,8 +40,10 @@ class Decoders:
             model, path = decoder(family), self.folder / f"{len(self._made)}.safetensors"
             settings = {"activations": "float", "keep_first_last": False, "start": "max", **config}
             logging.disable(logging.WARNING)  # Gemma's embedding stays in float
-            save(prepare(model, QuantConfig(bit_choices=(8, 4, 2), **settings), {"input_ids": IDS}), path)
-            logging.disable(logging.NOTSET)
+            try:
+                save(prepare(model, QuantConfig(bit_choices=(8, 4, 2), **settings), {"input_ids": IDS}), path)
+            finally:
+                logging.disable(logging.NOTSET)
             self._made[key] = model, path
         return self._made[key]
 
