@@ -119,7 +119,7 @@ def test_checkpointing_of_activations_is_exact(options: LlmOptions) -> None:
 
 @pytest.mark.parametrize("changes", [{"accumulate": 2}, {"accumulate": 4, "update": "accumulated"}], ids=str)
 def test_parts_of_a_batch_add_up(changes: dict[str, Any], options: LlmOptions, no_gpu: None) -> None:
-    """Within the error of float32, not of a GPU's bfloat16: one flipped rounding would make the rest another run, so one step of gradients."""
+    """Within the error of float32; one flipped rounding would make the rest another run, so one step of gradients."""
     few = {"steps": 1, "evaluations": 1, "update": changes.get("update", "separate")}
     whole = llm(changed(options, out=options.out.with_name("whole"), **few))
     parts = llm(changed(options, **(few | changes)))
