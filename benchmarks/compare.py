@@ -31,8 +31,8 @@ RENAMED = {"nested": "centred"}  # schemes, in trees before format version 2
 BENCHMARKS: dict[str, list[str]] = {
     "train_step": ["--variants", "float", "joint"],
     "linear": ["--shapes", "8192x28672", "4096x4096", "--tokens", "1", "--peers", "--jobs", "16"],
-    "conv": ["--networks", "resnet50", "--batches", "32"],
-    "network": ["--networks", "resnet50", "--batches", "32", "1"],
+    "conv": ["--networks", "resnet50", "--batches", "32", "--compile-ahead", "16"],
+    "network": ["--networks", "resnet50", "--batches", "32", "1", "--no-compile"],
     "switch": [],
 }
 
