@@ -260,7 +260,7 @@ def test_many_tokens_of_groups_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch
     ("tokens", "settings"),
     [
         (1, {"spread": 0}),
-        (1, {"row_tiles": 2, "warps": 4, "spread": 1}),
+        (1, {"row_tiles": 2, "warps": 4, "spread": 2}),
         (1, {"splits": 3, "warps": 2, "ahead": False}),
         (11, {"row_tiles": 2, "splits": 2, "warps": 1}),
         (11, {"warps": 4, "stages": 3}),

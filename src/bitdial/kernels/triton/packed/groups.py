@@ -5,11 +5,13 @@ product as c + offset, exactly, so the scales can only meet float32 sums. There 
 
     between   the sums of a run are made anew, multiplied by its scale and added to the total: any number of tokens.
     spread    a tensor core multiplies by 8 tokens at a time. Where there is one token, the other 7 columns are free:
-              its numbers of run i go to column i * 8 / RUNS, and zeros to all others, so the sums of all runs lie
-              beside each other in one accumulator. They meet their scales once a tile, each other at the very end.
+              those from i * 8 / RUNS on hold its numbers of run i. The sums of run i, made anew, are right in these
+              columns, and in the others nobody looks at them: each thread keeps those of its own run. They meet their
+              scales once a tile, each other at the very end.
 
-For a tile of 4 runs of bytes a thread has 1 load, 2 conversions, 4 additions and 4 multiply-adds more than with a
-scale per row where runs are spread; between them, up to 8 tokens, 1, 8, 16 and 16.
+For a tile of 4 runs of bytes, spread, a thread loads its run's numbers only, 2 times and not 8, which takes 8 registers
+and not 32; it has 1 load, 2 conversions, 6 selections and 2 multiply-adds more than with a scale per row. Between runs,
+up to 8 tokens, it has 1 load, 8 conversions and 16 multiply-adds more.
 
 Thread t of a warp holds the sums of rows t // 4 and t // 4 + 8, and of tokens 2 * (t % 4) and one more. The scales of
 these two rows lie beside each other, and threads that need the same ones load them from one address: nothing moves
@@ -37,21 +39,21 @@ class Grouping(NamedTuple):
     """What the kernel knows of groups when it is compiled; `runs` is 0 where there is a scale per row only."""
 
     runs: int = 0
-    spread: int = 0  # in so many chains of products; 0: between
+    spread: int = 0  # a run's sums in so many chains of products; 0: between
     each: int = 1  # scales that a thread has of each of its two rows for a tile
     loads: int = 1  # in so many loads,
     size: int = 2  # of so many bytes each
 
 
 def grouping(group_scale: Tensor | None, spread: int) -> Grouping:
-    """How the kernel deals with these scales; `spread` is for one token only."""
+    """How the kernel deals with these scales; `spread` is for one token only, where a tile has two chains or more."""
     if group_scale is None:
         return Grouping()
     runs = group_scale.shape[3]
     each = max(runs // 4, 1) if spread else runs
     all_bytes = 2 * each * group_scale.element_size()
     size = min(all_bytes, 8)
-    return Grouping(runs, spread, each, all_bytes // size, size)
+    return Grouping(runs, max(spread, 2 // runs) if spread else 0, each, all_bytes // size, size)
 
 
 @triton.jit
@@ -108,12 +110,27 @@ def sums_scale(  # type: ignore[no-untyped-def]
     ROW_TILES: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """What the sums (warps, rows, tokens) are multiplied by: the scale of RUN, or, spread, those of all runs."""
-    FIRST: tl.constexpr = 0 if GROUPING[1] else RUN
-    SECOND: tl.constexpr = GROUPING[2] - 1 if GROUPING[1] else RUN
-    scale = tl.join(_pair(loaded, FIRST, GROUPING), _pair(loaded, SECOND, GROUPING))
+    """What the sums (warps, rows, tokens) of RUN are multiplied by, where runs are not spread."""
+    scale = _pair(loaded, RUN, GROUPING)
+    scale = tl.join(scale, scale)
     if TOKEN_TILES == 2:
         scale = tl.join(scale, scale)
     # row tile, warp, row % 8, q, row // 8, token % 2, token // 8
     scale = tl.reshape(scale, (ROW_TILES, WARPS, 8, 4, 2, 2, TOKEN_TILES))
     return tl.reshape(tl.permute(scale, (1, 0, 4, 2, 6, 3, 5)), (WARPS, ROW_TILES * 16, TOKEN_TILES * 8))
+
+
+@triton.jit
+def spread_scale(loaded, INDEX: tl.constexpr, GROUPING: tl.constexpr, ROW_TILES: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What sums (warps, rows, 4) of spread runs are multiplied by: scale INDEX of each thread."""
+    # row tile, warp, row % 8, q, row // 8
+    scale = tl.reshape(_pair(loaded, INDEX, GROUPING), (ROW_TILES, WARPS, 8, 4, 2))
+    return tl.reshape(tl.permute(scale, (1, 0, 4, 2, 3)), (WARPS, ROW_TILES * 16, 4))
+
+
+@triton.jit
+def token_sums(sums, GROUPING: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums (rows, 1) of the token from those of spread runs (rows, 4), in which fewer than 4 runs repeat."""
+    if GROUPING[0] < 4:
+        sums = tl.where((tl.arange(0, 4) % (4 // GROUPING[0]) == 0)[None, :], sums, 0.0)
+    return tl.sum(sums, axis=1)[:, None]

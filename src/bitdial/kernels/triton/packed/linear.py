@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bitdial.kernels.triton.packed import unpack as triton_unpack
-from bitdial.kernels.triton.packed.groups import Scales, grouping, load_scales, sums_scale
+from bitdial.kernels.triton.packed.groups import Scales, grouping, load_scales, spread_scale, sums_scale, token_sums
 from bitdial.kernels.triton.packed.words import followed_by, product, slot_numbers, whole_codes
 from bitdial.kernels.word_layout import TILE_COLUMNS, TILE_ROWS, extracts, merges, read_fields
 
@@ -34,7 +34,7 @@ class FewSettings(NamedTuple):
     ahead: bool = True  # words of the next step are loaded before those of this one are used
     stages: int = 1  # more than one: through shared memory, by Triton's pipeline
     registers: int | None = None  # a limit, so that more warps fit
-    spread: int = 2  # at one token, the sums of groups beside each other, in so many chains: see `groups`
+    spread: int = 1  # at one token, the sums of groups beside each other, each in so many chains: see `groups`
 
 
 @triton.jit(do_not_specialize=["tokens", "column_tiles"])
@@ -70,7 +70,7 @@ def _few(  # type: ignore[no-untyped-def]
     # order, and the reshapes and permutations below move nothing.
     RUNS: tl.constexpr = GROUPING[0]
     SPREAD: tl.constexpr = GROUPING[1]
-    PAIRS: tl.constexpr = 8 if SPREAD or RUNS == 0 else 8 // RUNS  # of slots that are summed before they are scaled
+    PAIRS: tl.constexpr = 8 if RUNS == 0 else 8 // RUNS  # of slots that are summed before they are scaled
     split = tl.program_id(1)
     lead = tl.arange(0, ROW_TILES * WARPS)
     row_tile = tl.program_id(0) * ROW_TILES + lead // WARPS
@@ -80,9 +80,10 @@ def _few(  # type: ignore[no-untyped-def]
     token = x_lead // (WARPS * 8) * 8 + x_lead % 8
     x_warp = x_lead // 8 % WARPS
     inside = tl.arange(0, 32)
-    x_start = (token * (0 if SPREAD else columns))[:, None] + inside[None, :]
-    total = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)
-    other = tl.zeros((WARPS, ROW_TILES * 16, TOKEN_TILES * 8), dtype=tl.float32)  # two chains wait half as long
+    x_start = (token * columns)[:, None] + inside[None, :]
+    SUMS: tl.constexpr = 4 if SPREAD else TOKEN_TILES * 8
+    total = tl.zeros((WARPS, ROW_TILES * 16, SUMS), dtype=tl.float32)
+    other = tl.zeros((WARPS, ROW_TILES * 16, SUMS), dtype=tl.float32)  # two chains wait half as long
 
     per_split = tl.cdiv(tl.cdiv(column_tiles, WARPS), SPLITS)
     first = split * per_split
@@ -103,35 +104,33 @@ def _few(  # type: ignore[no-untyped-def]
         if RUNS > 0:
             next_scales = load_scales(group_ptr, row_tile, tile + WARPS, rows, column_tiles, GROUPING)
         x_tile = step * WARPS + x_warp
-        for two in tl.static_range(8):
-            column = (x_tile * 256 + two * 32)[:, None]
-            x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
-            if SPREAD:
-                x_live = ((token == two * RUNS // 8 * (8 // RUNS)) & (x_tile < column_tiles))[:, None]
-            if not EVEN:
-                x_live = x_live & (column + inside[None, :] < columns)
-            x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
-            x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
-            even, odd = tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
-            if RUNS > 0:
-                if two % PAIRS == 0:
-                    sums, more = tl.zeros_like(total), tl.zeros_like(total)
-                sums = _slot_product(cells, even, sums, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                more = sums if SPREAD < 2 else more
-                more = _slot_product(cells, odd, more, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                sums = more if SPREAD < 2 else sums
-                if (two + 1) % PAIRS == 0:
-                    scale = sums_scale(scales, two // PAIRS, GROUPING, TOKEN_TILES, ROW_TILES, WARPS)
-                    total += (sums if SPREAD < 2 else sums + more) * scale
-            else:
-                total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
-                other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+        if SPREAD:
+            slots = _spread_slots(x_ptr, step * WARPS, columns, column_tiles, WARPS, EVEN, GROUPING)
+            total, other = _add_spread(total, other, cells, slots, scales, STEPS, ROW_TILES, WARPS, GROUPING, DTYPE)
+        else:
+            for two in tl.static_range(8):
+                column = (x_tile * 256 + two * 32)[:, None]
+                x_live = ((token < tokens) & (x_tile < column_tiles))[:, None]
+                if not EVEN:
+                    x_live = x_live & (column + inside[None, :] < columns)
+                x = tl.load(x_ptr + x_start + column, mask=x_live, other=0.0)
+                even, odd = _slots(x, TOKEN_TILES, WARPS)
+                if RUNS > 0:
+                    if two % PAIRS == 0:
+                        sums = tl.zeros_like(total)
+                    sums = _slot_product(cells, even, sums, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                    sums = _slot_product(cells, odd, sums, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                    if (two + 1) % PAIRS == 0:
+                        total += sums * sums_scale(scales, two // PAIRS, GROUPING, TOKEN_TILES, ROW_TILES, WARPS)
+                else:
+                    total = _slot_product(cells, even, total, two * 2, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
+                    other = _slot_product(cells, odd, other, two * 2 + 1, STEPS, TOKEN_TILES, ROW_TILES, WARPS, DTYPE)
 
     row = tl.program_id(0) * ROW_TILES * 16 + tl.arange(0, ROW_TILES * 16)
     token_out = tl.arange(0, TOKEN_TILES * 8)
     sums = tl.sum(total + other, axis=0)
     if SPREAD:
-        sums = tl.sum(sums, axis=1)[:, None] + tl.zeros((1, TOKEN_TILES * 8), dtype=tl.float32)
+        sums = token_sums(sums, GROUPING) + tl.zeros((1, TOKEN_TILES * 8), dtype=tl.float32)
     live_out = (row < rows)[:, None] & (token_out < tokens)[None, :]
     if SPLITS == 1:
         sums = sums * (tl.load(scale_ptr + row, mask=row < rows, other=0.0) * factor)[:, None]
@@ -154,6 +153,13 @@ def _words(words_ptr, start, tile, live_rows, plane_words, column_tiles, PLANES:
 
 
 @triton.jit
+def _slots(x, TOKEN_TILES: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of 32 columns as those of their two slots."""
+    x = tl.reshape(x, (TOKEN_TILES, WARPS, 8, 4, 2, 2, 2))  # token // 8, warp, token % 8, q, slot, c, e
+    return tl.split(tl.permute(x, (0, 1, 2, 3, 5, 6, 4)))
+
+
+@triton.jit
 def _slot_product(  # type: ignore[no-untyped-def]
     cells,
     x,
@@ -171,6 +177,86 @@ def _slot_product(  # type: ignore[no-untyped-def]
     weight = tl.reshape(tl.permute(weight, (1, 0, 5, 2, 3, 4, 6)), (WARPS, ROW_TILES * 16, 16))
     x = tl.reshape(tl.permute(x, (1, 3, 4, 5, 0, 2)), (WARPS, 16, TOKEN_TILES * 8))
     return product(weight, x, total)
+
+
+@triton.jit
+def _spread_slots(  # type: ignore[no-untyped-def]
+    x_ptr,
+    first_tile,
+    columns,
+    column_tiles,
+    WARPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUPING: tl.constexpr,
+):
+    """One token's numbers for a tile of each warp, those of run i in columns from i * 8 / RUNS on: a run's slots."""
+    RUNS: tl.constexpr = GROUPING[0]
+    lead = tl.arange(0, WARPS * 8)
+    tile = first_tile + lead // 8
+    column = (tile * 256 + lead % 8 * RUNS // 8 * (256 // RUNS))[:, None] + tl.arange(0, 32)[None, :]
+    slots = ()
+    for two in tl.static_range(8 // RUNS):
+        live = (tile < column_tiles)[:, None]
+        if not EVEN:
+            live = live & (column + two * 32 < columns)
+        even, odd = _slots(tl.load(x_ptr + column + two * 32, mask=live, other=0.0), 1, WARPS)
+        slots = followed_by(followed_by(slots, even), odd)
+    return slots
+
+
+@triton.jit
+def _add_spread(  # type: ignore[no-untyped-def]
+    total,
+    other,
+    cells,
+    slots,
+    scales,
+    STEPS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    GROUPING: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """`total` and `other` (warps, rows, 4) plus a tile's sums times their scales: what each thread keeps of them."""
+    RUNS: tl.constexpr = GROUPING[0]
+    EACH: tl.constexpr = GROUPING[2]
+    PARTS: tl.constexpr = RUNS // EACH  # of a row, one to a thread
+    part = tl.arange(0, 4)[None, None, :] * PARTS // 4
+    found, found_odd = tl.zeros_like(total), tl.zeros_like(total)
+    for run in tl.static_range(RUNS):
+        sums = _run_sums(cells, slots, run, STEPS, ROW_TILES, WARPS, GROUPING, DTYPE)
+        even, odd = tl.split(tl.reshape(sums, (WARPS, ROW_TILES * 16, 4, 2)))
+        if run % EACH == 0:
+            found = even if run == 0 else tl.where(part == run // EACH, even, found)
+        else:
+            found_odd = odd if run == 1 else tl.where(part == run // EACH, odd, found_odd)
+    total += found * spread_scale(scales, 0, GROUPING, ROW_TILES, WARPS)
+    if EACH == 2:
+        other += found_odd * spread_scale(scales, 1, GROUPING, ROW_TILES, WARPS)
+    return total, other
+
+
+@triton.jit
+def _run_sums(  # type: ignore[no-untyped-def]
+    cells,
+    slots,
+    RUN: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS: tl.constexpr,
+    GROUPING: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The sums (warps, rows, 8) of one run's weights with what `_spread_slots` returns; the run's own columns count."""
+    SLOTS: tl.constexpr = 16 // GROUPING[0]
+    sums = tl.zeros((WARPS, ROW_TILES * 16, 8), dtype=tl.float32)
+    more = tl.zeros((WARPS, ROW_TILES * 16, 8), dtype=tl.float32)
+    for i in tl.static_range(SLOTS):
+        if GROUPING[1] > 1 and i % 2 == 1:
+            more = _slot_product(cells, slots[i], more, RUN * SLOTS + i, STEPS, 1, ROW_TILES, WARPS, DTYPE)
+        else:
+            sums = _slot_product(cells, slots[i], sums, RUN * SLOTS + i, STEPS, 1, ROW_TILES, WARPS, DTYPE)
+    return sums + more if GROUPING[1] > 1 else sums
 
 
 @triton.jit
@@ -300,13 +386,11 @@ def few_settings(tokens: int, rows: int, columns: int, bits: int) -> FewSettings
 def with_room_for_groups(settings: FewSettings, tokens: int, bits: int, group_scale: Tensor | None) -> FewSettings:
     """`settings` with a limit on registers within which nothing is spilled, by counting what the compiler takes.
 
-    Scales that are bytes fit at one token, and up to 16 tokens in groups of 64 and more up to 4 bits.
+    All scales fit at one token except those of groups of 32 at 8 bits; at more tokens those of groups of 64 and more up
+    to 4 bits.
     """
     if group_scale is None or settings.registers is None:
         return settings
-    in_bytes, runs = group_scale.element_size() == 1, group_scale.shape[3]
-    if tokens == 1:
-        fits = in_bytes or bits <= 4
-    else:
-        fits = bits <= 4 and runs <= 4
+    runs = group_scale.shape[3]
+    fits = bits <= 6 or runs <= 4 if tokens == 1 else bits <= 4 and runs <= 4
     return settings if fits else settings._replace(registers=112 if tokens == 1 else 168)
