@@ -215,7 +215,7 @@ def group_ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def few_candidates(text: str | None) -> list[Any]:
     """Settings to try; `text` as "row_tiles,warps,splits,ahead,stages,registers[,spread] ..." names others."""
-    from bitdial.kernels.triton.packed.linear import FewSettings
+    from bitdial.kernels.triton.packed.few_settings import FewSettings
 
     if text is None:
         text = ("1,8,1,1,1,0 1,8,1,0,1,0 1,4,1,1,1,0 1,4,1,0,1,0 1,16,1,1,1,0 1,8,1,0,3,0 1,4,1,0,3,0 1,4,1,0,4,0 "

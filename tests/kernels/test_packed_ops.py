@@ -180,12 +180,13 @@ def test_chunks_hold_a_bounded_number_of_weights_in_whole_tiles() -> None:
 )
 def test_settings_change_no_more_than_the_order_of_sums(tokens: int, settings: dict[str, Any]) -> None:
     from bitdial.kernels.triton.packed import linear as triton_linear
+    from bitdial.kernels.triton.packed.few_settings import FewSettings
 
     weight = make("centred", 4, 40, 1100)
     x = torch.randn(tokens, 1100, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
     bias = torch.randn(40, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
     reading = triton_linear.Reading(weight.fields, 4, 8, weight.offset)
-    chosen = triton_linear.FewSettings(**settings)
+    chosen = FewSettings(**settings)
     y = triton_linear.linear(x, weight.words, weight.scale, bias, reading, settings=chosen)
     check_bound(y, x, weight.values, bias)
 
@@ -268,12 +269,13 @@ def test_many_tokens_of_groups_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch
 )
 def test_settings_change_no_more_than_the_order_of_sums_of_groups(tokens: int, settings: dict[str, Any]) -> None:
     from bitdial.kernels.triton.packed import linear as triton_linear
+    from bitdial.kernels.triton.packed.few_settings import FewSettings
 
     for group, bytes_only in ((32, True), (64, True), (64, False), (128, False)):
         weight = grouped("centred", 4, 40, 1152, group, bytes_only=bytes_only)
         x = torch.randn(tokens, 1152, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16)
         reading = triton_linear.Reading(weight.fields, 4, 8, weight.offset)
-        chosen = triton_linear.FewSettings(**settings)
+        chosen = FewSettings(**settings)
         y = triton_linear.linear(
             x, weight.words, weight.scale, None, reading, group_scale=weight.group_scale, settings=chosen
         )
