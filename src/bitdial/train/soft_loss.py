@@ -2,7 +2,8 @@
 
 Of a language model one row of logits has tens of thousands of numbers, and a step has thousands of rows. As plain
 operations the loss would keep five float32 tensors of that size. In chunks it keeps the two it is given: both passes go
-through the rows a chunk at a time, in float32, and the backward pass computes the probabilities again.
+through the rows a chunk at a time, in float32, and the backward pass computes the probabilities again. On a GPU with
+Triton a kernel does the same without chunks.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from bitdial.kernels.divergence import divergence, takes_divergence
 
 LARGEST = 1 << 24  # logits of a chunk, 64 MiB in float32; no more than these are taken at once
 
@@ -21,6 +24,8 @@ def soft_loss(logits: Tensor, target_logits: Tensor, temperature: float) -> Tens
     rows, target_rows = logits.reshape(-1, classes), target_logits.reshape(-1, classes)
     if rows.numel() <= LARGEST or len(rows) == 1:
         return soft_losses(rows, target_rows, temperature).mean()
+    if takes_divergence(rows, target_rows):
+        return divergence(rows, target_rows, temperature)
     mean: Tensor = _InChunks.apply(rows, target_rows.detach(), temperature, max(LARGEST // classes, 1))
     return mean
 
