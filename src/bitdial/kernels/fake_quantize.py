@@ -95,6 +95,28 @@ class _Weight(torch.autograd.Function):
         return *triton_quantize.weight_backward(_like(grads[0], weight), weight, ctx.codes), None
 
 
+class _GroupedWeight(torch.autograd.Function):
+    """The same where groups of inputs have scales (rows, groups), which are used as `group_scales` says."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, codes: WeightCodes, group_scales: str) -> Tensor:
+        from bitdial.kernels.triton.training import groups as triton_groups
+
+        weight = weight.contiguous()
+        ctx.save_for_backward(weight, scale)
+        ctx.codes, ctx.group_scales = codes, group_scales
+        return triton_groups.group_forward(weight, codes, ctx.group_scales, value_type(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from bitdial.kernels.triton.training import groups as triton_groups
+
+        weight, _ = ctx.saved_tensors  # looks whether they have changed since
+        found = triton_groups.group_backward(grads[0].contiguous(), weight, ctx.codes, ctx.group_scales)
+        return *found, None, None
+
+
 def fake_quantize(
     weight: Tensor,
     scale: Tensor,
@@ -104,14 +126,22 @@ def fake_quantize(
     scheme: str = "double_rounding",
     ties: str = "even",
     gradient_scale: float = 1.0,
+    group_scales: str = "float",
 ) -> Tensor:
-    """Quantise, then dequantise `weight`, differentiable; see `bitdial.functional.fake_quantize`."""
+    """Quantise, then dequantise `weight`, differentiable; see `bitdial.functional.fake_quantize`.
+
+    A scale (rows, groups) is used as it is with `group_scales` 'float', else as the nearest one of two levels; see
+    `bitdial.nn.quantizers`.
+    """
     settings: dict[str, Any] = {"high": high, "low": low, "scheme": scheme, "ties": ties}
     if use_triton(weight) and weight.dtype == torch.float32 and not bf.scheme_of(scheme).derives_scale:
         bf.check_fake_quantize(**settings)
-        rows, flat = bf.by_scale(weight, scale)
-        values = quantize_weight_by(rows, WeightCodes.of(flat, **settings, gradient_scale=gradient_scale))
-        return values if rows is weight else values.reshape(weight.shape)
+        codes = WeightCodes.of(scale, **settings, gradient_scale=gradient_scale)
+        if not bf.has_groups(tuple(scale.shape)):
+            return quantize_weight_by(weight, codes)
+        return bf.apply(_GroupedWeight, weight, scale, codes, group_scales)
+    if bf.has_groups(tuple(scale.shape)) and group_scales != "float":
+        scale = bf.two_level(scale, half=group_scales == "half")
     return bf.fake_quantize(weight, scale, **settings, gradient_scale=gradient_scale)
 
 

@@ -69,6 +69,7 @@ class WeightCodes(NamedTuple):
         return cls(scale, Dial.of(rows, choice, scale.device), rule.first_is_floor, SECOND[rule.second_rounding(ties)])
 
 
+@functools.cache
 def _weight_row(rule: bf.Scheme, high: int, low: int, gradient_scale: float) -> tuple[float, ...]:
     up = 2.0 ** (high - low)
     unclipped = (bound * up for bound in bf.unclipped_range(rule, high, low))

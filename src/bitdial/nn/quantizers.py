@@ -64,10 +64,15 @@ class WeightQuantizer(nn.Module):
 
         `weight` is in rows.
         """
-        scale = self.learned_scale(bits)
-        if scale is None:
-            scale = bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
+        scale = self._scale_as_it_is(weight, bits)
         return bf.two_level(scale, half=self.group_scales == "half") if self.two_levels else scale
+
+    def _scale_as_it_is(self, weight: Tensor, bits: int) -> Tensor:
+        """The learned or derived scale, before one of two levels is made of it."""
+        scale = self.learned_scale(bits)
+        if scale is not None:
+            return scale
+        return bf.derived_scale(weight, bits=self.stored_bits(bits), scheme=self.scheme, shape=self.scale_shape)
 
     @property
     def learns_row_scales(self) -> bool:
@@ -94,8 +99,11 @@ class WeightQuantizer(nn.Module):
 
     def settings(self, weight: Tensor, bits: int) -> dict[str, Any]:
         """What a fake quantization of `weight` at `bits` is told: scale, widths, scheme, tie rule, gradient scale."""
+        return {"scale": self.scale_of(weight, bits), **self._rules(weight, bits)}
+
+    def _rules(self, weight: Tensor, bits: int) -> dict[str, Any]:
+        """The same without the scale."""
         return {
-            "scale": self.scale_of(weight, bits),
             "high": self.stored_bits(bits),
             "low": bits,
             "scheme": self.scheme,
@@ -105,7 +113,8 @@ class WeightQuantizer(nn.Module):
 
     def forward(self, weight: Tensor, bits: int) -> Tensor:
         """`weight` as its `bits`-bit codes say it, differentiable."""
-        return kernels.fake_quantize(weight, **self.settings(weight, bits))
+        scale = self._scale_as_it_is(weight, bits)
+        return kernels.fake_quantize(weight, scale, **self._rules(weight, bits), group_scales=self.group_scales)
 
     def extra_repr(self) -> str:
         return f"{self.scheme}, scale_shape={self.scale_shape}"

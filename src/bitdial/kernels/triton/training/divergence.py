@@ -77,7 +77,7 @@ def _divergence_backward(  # type: ignore[no-untyped-def]
 
 
 def forward(student: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """KL(target || student) of each row (rows,), and the normalisers of both (rows, 2); the logits are (rows, classes)."""
+    """KL(target || student) of each row (rows,), and the normalisers of both (rows, 2), of logits (rows, classes)."""
     rows, count = student.shape
     losses = torch.empty(rows, dtype=torch.float32, device=student.device)
     norms = torch.empty((rows, 2), dtype=torch.float32, device=student.device)
