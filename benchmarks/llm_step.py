@@ -2,8 +2,10 @@
 
     python benchmarks/llm_step.py                        # SmolLM2-135M's shape, random weights; results/llm-step.json
     python benchmarks/llm_step.py --model DIR            # the model of a transformers folder
+    python benchmarks/llm_step.py --record               # joint steps as one CUDA graph, as `train llm --record`
 
-A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. A joint step has the float model's
+A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. Embeddings and head stay as they are in
+both, as `train llm` has it. A joint step has the float model's
 logits and each width's forward, divergence, backward and update. `ratio` is its time over that of one float step for
 each width, `memory_ratio` its peak memory, with the float model's, over that of a float step (on a GPU).
 """
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timing import command
 from torch import Tensor, nn
 
 from bitdial import JointStep, QuantConfig, TrainConfig, prepare
+from bitdial.recipes.llm import flat_logits, token_loss
+from bitdial.recipes.whole_rows import whole_rows
 
+WARM_UP = 6  # steps, of which some run as they are before one is recorded
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
@@ -43,23 +47,20 @@ def float_model(folder: Path | None, **shape: Any) -> nn.Module:
     return model
 
 
-def logits_of(returned: Any) -> Tensor:
-    """(tokens, vocabulary)."""
-    flat: Tensor = returned.logits.flatten(0, 1)
-    return flat
-
-
-def measure(model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds: int) -> dict[str, Any]:
+def measure(
+    model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds: int, record: bool = False
+) -> dict[str, Any]:
     """Seconds and bytes of both kinds of steps on `tokens` (rows, length + 1)."""
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     on_gpu = inputs.is_cuda
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, fused=on_gpu)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[operator]
+        table.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=on_gpu)
 
     def float_step() -> None:
         optimizer.zero_grad()
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=on_gpu):
-            logits = logits_of(model.train()(inputs))
-            loss = F.cross_entropy(logits.float(), targets.flatten())
+            loss = token_loss(flat_logits(model.train()(inputs)), targets)
         loss.backward()
         optimizer.step()
 
@@ -68,9 +69,14 @@ def measure(model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds
     optimizer.zero_grad()
     config = QuantConfig(bit_choices=widths, group_size=32, activations="float", start="max")
     prepared = prepare(model, config, inputs[:1])
-    settings = TrainConfig(epochs=1, lr=1e-5, distill="teacher", distill_weight=1.0, cuda_graph=False, fused=False)
-    step = JointStep(prepared, settings, steps_per_epoch=10 * rounds, teacher=model, output=logits_of)
-    joint = timed(lambda: step(inputs, None), rounds, on_gpu)
+    settings = TrainConfig(
+        epochs=1, lr=1e-5, clip_norm=1.0, distill="teacher", distill_weight=1.0, cuda_graph=record, fused=False
+    )
+    step = JointStep(
+        prepared, settings, steps_per_epoch=100 * rounds, loss=token_loss, teacher=model, output=flat_logits
+    )
+    with whole_rows(prepared, model, tokens=inputs[:2, :16]):
+        joint = timed(lambda: step(inputs, targets), rounds, on_gpu)
     return {
         "float": plain,
         "joint": joint,
@@ -81,10 +87,11 @@ def measure(model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds
 
 
 def timed(run: Callable[[], object], rounds: int, on_gpu: bool) -> dict[str, Any]:
-    """The median time of a call, after two to warm up, and on a GPU the most memory."""
+    """The median time of a call, after some to warm up, and on a GPU the most memory."""
     seconds = []
-    for number in range(rounds + 2):
-        if on_gpu and number == 2:
+    warm_up = WARM_UP if on_gpu else 2
+    for number in range(rounds + warm_up):
+        if on_gpu and number == 2:  # before a step is recorded: what a graph uses counts when it is made
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         run()
@@ -92,7 +99,7 @@ def timed(run: Callable[[], object], rounds: int, on_gpu: bool) -> dict[str, Any
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     most = torch.cuda.max_memory_allocated() if on_gpu else None
-    return {"seconds": statistics.median(seconds[2:]), "bytes": most}
+    return {"seconds": statistics.median(seconds[warm_up:]), "bytes": most}
 
 
 def main() -> None:
@@ -103,6 +110,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--record", action="store_true", help="joint steps as one CUDA graph")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "llm-step.json")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -110,10 +118,11 @@ def main() -> None:
     model = float_model(options.model, **SMOLLM2).to(device)
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     tokens = torch.randint(0, vocabulary, (options.batch, options.length + 1), device=device)
-    found = measure(model, tokens, tuple(options.bits), rounds=options.rounds)
+    found = measure(model, tokens, tuple(options.bits), rounds=options.rounds, record=options.record)
     row = {
         "model": "SmolLM2-135M's shape" if options.model is None else options.model.resolve().name,
-        "bit_choices": options.bits, "batch": options.batch, "length": options.length, **found,
+        "bit_choices": options.bits, "batch": options.batch, "length": options.length,
+        "recorded": options.record, **found,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__, "seed": 0, "command": command("llm_step"),
     }  # fmt: skip

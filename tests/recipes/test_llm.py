@@ -292,7 +292,25 @@ def test_steps_become_whole_intervals(changes: dict[str, Any], intervals: tuple[
     assert changed(options, **changes).intervals == intervals
 
 
+@pytest.mark.parametrize("other", ["shard", "checkpointing"])
+def test_what_cannot_be_recorded_is_refused(other: str, options: LlmOptions) -> None:
+    with pytest.raises(ConfigError, match=f"--record and --{other} do not go together"):
+        changed(options, record=True, **{other: True})
+
+
+def test_recording_changes_nothing(options: LlmOptions) -> None:
+    """On a CPU there are no graphs; on a GPU a replay has the kernels of the steps before it."""
+    plain = llm(changed(options, out=options.out.with_name("plain")))
+    assert differing(weights(plain), weights(llm(changed(options, record=True)))) == []
+
+
+def test_the_model_is_given_back_with_its_own_attention(options: LlmOptions) -> None:
+    assert llm(options).model.config._attn_implementation == "sdpa"  # type: ignore[union-attr]
+
+
 def test_what_saves_memory_or_reports_does_not_name_a_run(options: LlmOptions) -> None:
-    other = changed(options, checkpointing=True, evaluations=6, checkpoint_every=5)
+    other = changed(options, record=True, evaluations=6, checkpoint_every=5)
+    assert other.settings() == options.settings()
+    other = changed(options, checkpointing=True)
     assert other.settings() == options.settings()
     assert changed(options, lr=1.0).settings() != options.settings()

@@ -33,6 +33,7 @@ from bitdial.recipes.language_model import LanguageModel, Texts
 from bitdial.recipes.llm_options import LlmOptions
 from bitdial.recipes.outcome import add_result, run_name, settings_of
 from bitdial.recipes.run import RecipeRun
+from bitdial.recipes.whole_rows import whole_rows
 from bitdial.train import Callback, History, TrainConfig, distributed, evaluate, train
 from bitdial.train.callbacks import Run
 from bitdial.train.perplexity import perplexity
@@ -40,6 +41,7 @@ from bitdial.train.sharding import shard, whole
 from bitdial.train.tokens import TokenData
 
 ROWS_TO_PREPARE = 8
+TOKENS_TO_COMPARE = 16
 ROWS_TOGETHER = 4  # of those that perplexity is taken on
 Tell = Callable[[str], None]
 
@@ -125,8 +127,8 @@ def _train(
         warmup_steps=intervals * steps // 20,
         distill="teacher",
         checkpoint_every=options.checkpoint_every,
-        cuda_graph=False,  # models of transformers are called as they are
-        fused=False,
+        cuda_graph=options.record,
+        fused=False,  # models of transformers are called as they are
     )
     trained = model = _prepared(run, language, data, artifact)
     if options.shard:
@@ -137,19 +139,20 @@ def _train(
     widths = tuple(run.settings["bit_choices"])
     held_out: Any = texts.held_out.split(ROWS_TOGETHER)  # rows are their own targets
     watch = _Watch(teacher, held_out, widths, options.batch * options.length, say)
-    history = train(
-        model,
-        data,
-        config,
-        loss=token_loss,
-        output=flat_logits,
-        teacher=teacher,
-        evaluate_on=held_out,
-        measure=perplexity,
-        callbacks=[watch],
-        checkpoint=run.checkpoint,
-        progress=options.progress,
-    )
+    with whole_rows(model, teacher, tokens=texts.held_out[:2, :TOKENS_TO_COMPARE].to(device)):
+        history = train(
+            model,
+            data,
+            config,
+            loss=token_loss,
+            output=flat_logits,
+            teacher=teacher,
+            evaluate_on=held_out,
+            measure=perplexity,
+            callbacks=[watch],
+            checkpoint=run.checkpoint,
+            progress=options.progress,
+        )
     if options.shard:
         state = {name: whole(value).cpu() for name, value in model.state_dict().items()}
         if distributed.rank() == 0:

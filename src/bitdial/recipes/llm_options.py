@@ -17,7 +17,7 @@ OF_THE_FILE = (
     "rotate",
 )  # not for a run that starts from one
 _NOT_SETTINGS = ("out", "model", "text", "calibrated", "name", "results", "command", "progress", "replace")
-_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "shard", "tokens")
+_NOT_DECIDING = ("evaluations", "checkpoint_every", "checkpointing", "record", "shard", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class LlmOptions:
     evaluations: int = 10
     checkpoint_every: int | None = None
     checkpointing: bool = False  # of activations
+    record: bool = False  # on a GPU, a step as one CUDA graph
     shard: bool = False  # each process holds a part of the model
 
     def __post_init__(self) -> None:
@@ -77,6 +78,9 @@ class LlmOptions:
         if self.calibrated is not None and given:
             flags = ", ".join("--bits" if name == "bit_choices" else f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{flags}: a run that starts from {self.calibrated} takes it from there; leave it out")
+        for name in ("checkpointing", "shard"):
+            if self.record and getattr(self, name):
+                raise ConfigError(f"--record and --{name} do not go together: such steps cannot be recorded")
         if not self.model.is_dir():
             raise ConfigError(f"there is no folder {self.model}; --model is a folder of a transformers model")
         check_folder("--out", self.out)
