@@ -4,10 +4,10 @@
     python benchmarks/llm_step.py --model DIR            # the model of a transformers folder
     python benchmarks/llm_step.py --record               # joint steps as one CUDA graph, as `train llm --record`
 
-A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. Embeddings and head stay as they are in
-both, as `train llm` has it. A joint step has the float model's
-logits and each width's forward, divergence, backward and update. `ratio` is its time over that of one float step for
-each width, `memory_ratio` its peak memory, with the float model's, over that of a float step (on a GPU).
+A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. A joint step has the float model's
+logits and each width's forward, divergence, backward and update. Embeddings and head stay as they are in both. `ratio`
+is the time of a joint step over that of one float step for each width, `memory_ratio` its peak memory, with the float
+model's, over that of a float step (on a GPU).
 """
 
 import argparse

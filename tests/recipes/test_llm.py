@@ -292,6 +292,13 @@ def test_steps_become_whole_intervals(changes: dict[str, Any], intervals: tuple[
     assert changed(options, **changes).intervals == intervals
 
 
+def test_rows_longer_than_the_model_takes_are_refused(options: LlmOptions) -> None:
+    """A table of positions has no row for them; on a GPU such a look-up ends the process."""
+    with pytest.raises(ConfigError, match="rows of 65 tokens; the model takes 64 at once"):
+        llm(changed(options, length=65))
+    assert not options.out.exists()
+
+
 @pytest.mark.parametrize("other", ["shard", "checkpointing"])
 def test_what_cannot_be_recorded_is_refused(other: str, options: LlmOptions) -> None:
     with pytest.raises(ConfigError, match=f"--record and --{other} do not go together"):

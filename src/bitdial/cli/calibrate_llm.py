@@ -6,6 +6,8 @@ from typing import Any
 from bitdial.calibrate import CalibrateConfig
 from bitdial.cli.places import writing
 from bitdial.cli.tables import show_table
+from bitdial.language.likelihoods import check_length
+from bitdial.live.load import usable_device
 from bitdial.prepare.config import QuantConfig
 from bitdial.recipes.calibration import check_out
 from bitdial.recipes.language_model import LanguageModel
@@ -46,12 +48,14 @@ def _run_of(options: argparse.Namespace) -> LlmCalibration:
         "start": "balanced",
     }
     QuantConfig(**common)  # what it refuses is refused before the model is read
+    device = usable_device(options.device)
     language = LanguageModel.read(options.model)
     rules = () if options.embedding_bits is None else embedding_rules(language.model, options.embedding_bits)
     rows, held_out = read_rows(
         options.text, language.tokenizer, rows=options.rows, held_out=options.held_out, length=options.length
     )
-    language.model.to(options.device)
+    check_length(language.model, options.length)
+    language.model.to(device)
     found = LlmCalibration(
         language=language,
         rows=rows,

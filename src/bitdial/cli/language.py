@@ -21,6 +21,7 @@ from bitdial.export.transformers_folder import weights_in
 from bitdial.files.atomic import write_json
 from bitdial.language import evaluate_language, read_questions
 from bitdial.language.folder import load_float, load_tokenizer
+from bitdial.live.load import usable_device
 from bitdial.train.perplexity import read_text, token_rows
 
 FLOAT = "float"
@@ -64,6 +65,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("an artifact needs --model DIR, the float model's folder with config.json and the tokenizer")
     if options.reference and options.model is None:
         raise ConfigError("--reference needs --model DIR, the folder of the float model")
+    usable_device(options.device)
 
 
 def _models(options: argparse.Namespace, settings: list[tuple[Any, Any]]) -> Iterator[tuple[str, nn.Module]]:

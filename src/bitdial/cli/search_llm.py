@@ -6,6 +6,8 @@ from bitdial.artifact import read_artifact
 from bitdial.cli.measured import show_plans
 from bitdial.cli.places import ARTIFACT, writing
 from bitdial.cli.search_settings import keep_plans, plan_name
+from bitdial.language.likelihoods import check_length
+from bitdial.live.load import usable_device
 from bitdial.recipes.language_model import LanguageModel
 from bitdial.recipes.llm_plans import find_llm_plan, first_rows
 
@@ -13,8 +15,10 @@ from bitdial.recipes.llm_plans import find_llm_plan, first_rows
 def run(options: argparse.Namespace) -> None:
     """Find a plan, show it beside the uniform one, keep it."""
     with writing(options, {ARTIFACT: options.file if options.store else None, "--out": options.out}):
+        usable_device(options.device)
         artifact = read_artifact(options.file)
         language = LanguageModel.read(options.model)
+        check_length(language.model, options.length)
         rows = first_rows(options.text, language.tokenizer, rows=options.rows, length=options.length)
         plan, _ = find_llm_plan(
             artifact, language, rows, bits=options.bytes_of, device=options.device, seconds=options.seconds

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from bitdial.config import check_choice
 from bitdial.errors import ConfigError
-from bitdial.language.likelihoods import check_tokens, encode, log_likelihoods
+from bitdial.language.likelihoods import check_length, check_tokens, encode, log_likelihoods
 from bitdial.language.tasks import TASKS, Question
 from bitdial.train.perplexity import perplexity
 
@@ -37,6 +37,7 @@ def evaluate_language(
     found: dict[str, Any] = {}
     if rows is not None:
         check_tokens(model, int(rows.max()))
+        check_length(model, rows.shape[-1])
         found["perplexity"] = perplexity(model, rows, batch=max(1, batch_tokens // rows.shape[-1]))
     if questions:
         zero_shot: dict[str, dict[str, Any]] = {}

@@ -87,9 +87,20 @@ def check_tokens(model: nn.Module, largest: int) -> None:
 
 def longest_input(model: nn.Module) -> int:
     """The most tokens that a model takes at once, by its config."""
+    return _known_length(model) or USUAL_LENGTH
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Raise ConfigError if rows of `length` tokens are more than the model takes, by its config."""
+    longest = _known_length(model)
+    if longest is not None and length > longest:
+        raise ConfigError(f"rows of {length} tokens; the model takes {longest} at once: make them shorter")
+
+
+def _known_length(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     found = [getattr(config, name, None) for name in LENGTHS]
-    return next((length for length in found if isinstance(length, int)), USUAL_LENGTH)
+    return next((length for length in found if isinstance(length, int) and length > 0), None)
 
 
 def _summed(logits: Tensor, one: Encoded) -> float:

@@ -24,6 +24,7 @@ from bitdial._version import __version__
 from bitdial.artifact import Artifact, read_artifact, save
 from bitdial.errors import ConfigError
 from bitdial.files.atomic import write_json
+from bitdial.language.likelihoods import check_length
 from bitdial.live.load import load_trainable
 from bitdial.nn import QuantLayer
 from bitdial.prepare.config import QuantConfig
@@ -70,6 +71,7 @@ def llm(options: LlmOptions, *, tell: Tell = lambda line: None) -> LlmOutcome:
                 f"{options.accumulate} equal parts"
             )
         language = LanguageModel.read(options.model)
+        check_length(language.model, options.length)
         artifact = None if options.calibrated is None else read_artifact(options.calibrated)
         texts = Texts.read(
             options.text, language, options.out, length=options.length, held_out=options.held_out, tell=say
