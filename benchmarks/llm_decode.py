@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from bitdial import QuantConfig, Rule, decode_graphs, load, prepare, save, set_bits
 from bitdial.files.atomic import write_json
 from bitdial.live.decode_graphs import CudaRecorder
+from bitdial.recipes.whole_rows import whole_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES: dict[str, dict[str, int]] = {
@@ -145,39 +147,56 @@ def models_of(name: str, bits: tuple[int, ...], device: torch.device) -> tuple[n
 
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """The rows of one model."""
-    on_gpu = device.type == "cuda"
     plain, live = models_of(name, tuple(options.bits), device)
-    jobs: list[tuple[str, int, int, Callable[[Any, bool], tuple[Step, Step]]]] = [
-        ("decode", batch, batch, lambda m, c, batch=batch: decoding(m, c, batch, options.prompt))
-        for batch in options.batches
-    ]
-    jobs.append(("prefill", 1, options.prefill, lambda m, c: prefill(m, c, options.prefill)))
     rows = []
-    for what, batch, tokens, make in jobs:
-        base = Timed(*make(plain, on_gpu), device)
-        fused = on_gpu and what == "decode" and batch in options.compiled
-        for how in ("eager", "compiled") if fused else ("eager",):
-            timed: dict[int, Timed] = {}
-            for bits in options.bits:
-                set_bits(live, bits)
-                timed[bits] = Timed(*make(live, how == "compiled"), device)
-            times: dict[int, list[tuple[float, float]]] = {bits: [] for bits in options.bits}
-            for _ in range(options.rounds):
-                for bits, each in timed.items():
-                    set_bits(live, bits)
-                    times[bits].append((base.seconds(options.steps), each.seconds(options.steps)))
-            for bits, found in times.items():
-                bf16, ours = (statistics.median(column) for column in zip(*found, strict=True))
-                row = {
-                    "model": name, "what": what, "bits": bits, "batch": batch, "how": how,
-                    "tokens_per_s": round(tokens / ours, 1), "bf16_tokens_per_s": round(tokens / bf16, 1),
-                    "ratio": round(bf16 / ours, 3), "first_s": round(timed[bits].first_s, 2),
-                }  # fmt: skip
-                rows.append(row)
-                print(row, flush=True)
-            del timed
-    if on_gpu:
+    for batch in options.batches:
+        fused = device.type == "cuda" and batch in options.compiled
+        always = {"model": name, "what": "decode", "batch": batch}
+        rows += compared(always, (plain, live), partial(decoding, batch=batch, prompt=options.prompt), batch, options,
+                         device, fused)  # fmt: skip
+    some = torch.arange(16, device=device)[None]
+    with whole_rows(plain, live, tokens=some):  # or a graph has a mask, as if a row could hold several texts
+        always = {"model": name, "what": "prefill", "batch": 1}
+        rows += compared(always, (plain, live), partial(prefill, tokens=options.prefill), options.prefill, options,
+                         device, False)  # fmt: skip
+    if device.type == "cuda":
         rows += generated(name, live, options)
+    return rows
+
+
+def compared(
+    always: dict[str, Any],
+    models: tuple[nn.Module, nn.Module],
+    make: Callable[..., tuple[Step, Step]],
+    tokens: int,
+    options: argparse.Namespace,
+    device: torch.device,
+    fused: bool,
+) -> list[dict[str, Any]]:
+    """The rows of one kind of step, of so many tokens, by width: the live model's against those of bf16."""
+    plain, live = models
+    rows = []
+    base = Timed(*make(plain, device.type == "cuda"), device)
+    for how in ("eager", "compiled") if fused else ("eager",):
+        timed: dict[int, Timed] = {}
+        for bits in options.bits:
+            set_bits(live, bits)
+            timed[bits] = Timed(*make(live, how == "compiled"), device)
+        times: dict[int, list[tuple[float, float]]] = {bits: [] for bits in options.bits}
+        for _ in range(options.rounds):
+            for bits, each in timed.items():
+                set_bits(live, bits)
+                times[bits].append((base.seconds(options.steps), each.seconds(options.steps)))
+        for bits, found in times.items():
+            bf16, ours = (statistics.median(column) for column in zip(*found, strict=True))
+            row = {
+                "model": always["model"], "what": always["what"], "bits": bits, "batch": always["batch"], "how": how,
+                "tokens_per_s": round(tokens / ours, 1), "bf16_tokens_per_s": round(tokens / bf16, 1),
+                "ratio": round(bf16 / ours, 3), "first_s": round(timed[bits].first_s, 2),
+            }  # fmt: skip
+            rows.append(row)
+            print(row, flush=True)
+        del timed
     return rows
 
 
