@@ -64,7 +64,10 @@ class TokenData:
         """The batches of `epoch` from number `start` on."""
         for step in range(epoch * self.steps + start, (epoch + 1) * self.steps):
             index = rank_share(self._order(step * self.batch_size, self.batch_size), rank, world)
-            rows = torch.stack([self._row(int(i)) for i in index]).to(self.device)
+            rows = torch.stack([self._row(int(i)) for i in index])
+            if self.device.type == "cuda":  # from pinned memory the copy waits for no step before it
+                rows = rows.pin_memory()
+            rows = rows.to(self.device, non_blocking=True)
             yield Sample(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), index)
 
     def _order(self, first: int, count: int) -> Tensor:
