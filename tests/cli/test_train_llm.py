@@ -66,7 +66,7 @@ def test_a_run_that_is_stopped_saves_itself(
     [
         ("--model nowhere", "there is no folder nowhere"),
         ("--text nowhere.txt", "there is no text file nowhere.txt"),
-        ("--length 5000", r"text.txt: \d+ tokens are less than a row of 5000"),
+        ("--length 5000", r"rows of 5000 tokens; the model takes 64 at once"),
         ("--length 1", "--length 1: a whole number of at least 2"),
         ("--batch 3 --accumulate 2", "--batch 3 does not go into 1 processes of --accumulate 2 equal parts"),
         ("--steps 4 --tokens 9", "--steps and --tokens say the same"),
