@@ -288,5 +288,5 @@ def _size(parameter: Tensor) -> Tensor:
 def _energy(values: Values, node: Any) -> float:
     """The mean square of the values of `node`, weighted as its errors are."""
     weights: Any = values.weights.get(node, [1.0] * len(values.batches))
-    total = sum(float((b[node].double().square() * w).sum()) for b, w in zip(values.batches, weights, strict=True))
-    return max(total / sum(batch[node].numel() for batch in values.batches), 1e-30)
+    sums = [(batch[node].double().square() * w).sum() for batch, w in zip(values.batches, weights, strict=True)]
+    return max(sum(torch.stack(sums).tolist()) / sum(batch[node].numel() for batch in values.batches), 1e-30)
