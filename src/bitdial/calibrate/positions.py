@@ -44,7 +44,8 @@ def position_weights(batches: Sequence[Tensor], channel_dim: int) -> list[Tensor
 def moments_of(batches: Sequence[Tensor], channel_dim: int, weights: Sequence[Tensor] | None = None) -> Moments:
     """The moments of all `batches` together; `weights` are those of positions."""
     counts = [None] * len(batches) if weights is None else [_rows(each, channel_dim) for each in weights]
-    found = [_sums(_rows(x, channel_dim), own) for x, own in zip(batches, counts, strict=True) if x.numel()]
+    pairs = list(zip(batches, counts, strict=True))
+    found = [_sums(_rows(x, channel_dim), own) for x, own in [pair for pair in pairs if pair[0].numel()] or pairs]
     sizes, means, spreads = (torch.stack(each) for each in zip(*found, strict=True))
     total, sizes = sizes.sum(), sizes[:, None]
     mean = (means * sizes).sum(dim=0) / total

@@ -127,7 +127,9 @@ class Problem:
         self.floor = tolerance * energy + 1e-30
         self.importance = energy.new_tensor([setting.importance for setting in settings])[:, None, None]
         targets = [setting.target for setting in settings]
-        self.wanted = torch.stack([weight if t is None else weight + weight @ t.change for t in targets])  # W_b
+        self.wanted = weight  # W_b
+        if any(target is not None for target in targets):
+            self.wanted = torch.stack([weight if t is None else weight + weight @ t.change for t in targets])
         nothing = torch.zeros_like(energy[0])
         rests = [nothing if t is None else (weight @ t.rest).mul_(weight).sum(dim=2).clamp_min_(0) for t in targets]
         self.rest = torch.stack(rests)

@@ -134,7 +134,8 @@ class Values:
                 if node in other.weights:
                     both = [squares.mul_(other.weights[node][place]) for squares in both]
                 sums.append(torch.stack([squares.sum() for squares in both]))
-        apart, size = map(sum, zip(*torch.stack(sums).tolist(), strict=True))  # a GPU is waited for once
+        found = torch.stack(sums).tolist() if sums else []  # a GPU is waited for once
+        apart, size = (sum(each[place] for each in found) for place in range(2))
         return float(apart / max(size, 1e-30))
 
     def is_mixable(self, nodes: Sequence[fx.Node]) -> bool:

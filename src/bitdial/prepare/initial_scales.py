@@ -114,6 +114,7 @@ def activation_start(
     if not bool(samples.any()):
         log.warning("layer %r: its calibration input is all zero; its activation range starts at 1", name)
         samples = torch.ones_like(samples)
+    samples = samples.flatten()
     scales, zero_points = {}, {}
     for bits in bit_choices:
         scale, zero_point = _activation_scale(samples, bits, kind, start)
