@@ -126,10 +126,11 @@ class BlockRounding:
             return found - found.mean(dim=1, keepdim=True) if centred else found
 
         made = list[Setting]()
-        for width, plan in self.settings.items():
-            set_bits(self.model, plan)
+        for width in self.settings:
             if (centred, width) not in known or layer.act_quantizer is not None:
-                own, target = rows([layer.quantized_input(x) for x in inputs[width]]), None
+                quantizer, act_bits = layer.act_quantizer, self.bits[width][name][1]
+                given = [x if quantizer is None else quantizer(x, act_bits) for x in inputs[width]]
+                own, target = rows(given), None
                 plain = own if centred else rows(inputs[PLAIN])
                 moved, own = (held_back(x, plain, images=images) for x in (plain - own, own))
                 second = product_of(own, own)
