@@ -193,9 +193,10 @@ def _values(layer: QuantLayer, bits: int) -> Tensor:
     """What each code that `layer` can store is worth at `bits`, in steps of the stored codes: (codes,)."""
     quantizer, high = layer.weight_quantizer, layer.bit_choices[0]
     least, most = quantizer.rule.stored_range(high)
-    codes = torch.arange(least, most + 1, dtype=torch.int8, device=layer.weight.device)
+    codes = torch.arange(least, most + 1, dtype=torch.int8)  # on the CPU, where checking them waits for nothing
     low = bf.narrow(codes, high=high, low=bits, scheme=quantizer.scheme, ties=quantizer.ties)
-    return bf.dequantize(low, torch.ones(1, device=codes.device), shift=high - bits, scheme=quantizer.scheme)
+    values = bf.dequantize(low, torch.ones(1), shift=high - bits, scheme=quantizer.scheme)
+    return values.to(layer.weight.device)
 
 
 @contextmanager
