@@ -56,5 +56,5 @@ def test_what_a_try_says_it_changes_is_what_the_error_changes_by() -> None:
     assert (after < error(codes, weight, spread, settings[0])).all()
     problem = rounding.Problem(weight, settings, 1e-6)
     problem.start(own, (row[..., None] * found).repeat_interleave(RUN, dim=2))
-    damped_error = problem.terms[0].error
+    damped_error = problem.errors[0]
     torch.testing.assert_close(damped_error, after, rtol=1e-3, atol=1e-4)

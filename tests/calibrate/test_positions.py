@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from bitdial.calibrate.positions import MOST_ENERGY, moments_of, position_weights
@@ -16,6 +17,17 @@ def test_a_position_counts_by_its_energy_over_the_usual() -> None:
     torch.testing.assert_close(torch.cat(found), wanted[:, None], rtol=1e-4, atol=0)
     torch.testing.assert_close(position_weights([x.T.contiguous()], 0)[0], wanted[None], rtol=1e-4, atol=0)
     assert torch.equal(position_weights([torch.ones(3, 2)], 1)[0], torch.ones(3, 1)), "a channel without a spread"
+
+
+def test_moments_are_those_of_all_batches_whatever_their_sizes() -> None:
+    x = torch.randn(9, 3, 5, generator=torch.Generator().manual_seed(0)) + 7
+    rows = x.movedim(1, 0).flatten(1).double()
+    for sizes in ([9], [4, 1, 0, 4]):
+        found = moments_of(x.split(sizes), 1)
+        torch.testing.assert_close(found.mean, rows.mean(dim=1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.variance, rows.var(dim=1, correction=0), rtol=1e-5, atol=0)
+    with pytest.warns(UserWarning, match="degrees of freedom"):
+        assert moments_of([x[:0]], 1).mean.isnan().all()
 
 
 def test_weighted_moments_are_those_of_repeated_positions() -> None:

@@ -160,3 +160,16 @@ def test_where_inputs_have_not_changed_there_is_nothing_to_make_up_for() -> None
     exact = Target(moments(x), torch.zeros(1, 12, 12), torch.zeros(1, 12, 12))
     assert not exact.change.any()
     assert not exact.rest.any()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_codes_found_on_a_gpu_are_as_good() -> None:
+    """Others may be found, where sums are rounded otherwise and two codes are as good as each other."""
+    weight, scale, nearest, settings = problem(8, (8, 4, 3), inputs=300)
+    moved = [Setting(setting.values.cuda(), setting.second.cuda()) for setting in settings]
+    there = round_jointly(weight.cuda(), scale.cuda(), nearest.cuda(), moved, tolerance=1e-4).cpu()
+    here = round_jointly(weight, scale, nearest, settings, tolerance=1e-4)
+    for setting in settings:
+        found, wanted = (float(error(codes, weight, scale, setting).sum()) for codes in (there, here))
+        assert found == pytest.approx(wanted, rel=0.1)

@@ -29,6 +29,25 @@ def test_blocks_one_after_the_other_give_the_model() -> None:
     assert seen == [(name, 3) for block in walk.blocks for name in block.norms]
 
 
+def test_weights_are_quantised_once_for_all_batches() -> None:
+    x, model = images(12), prepared(mobile())
+    walk = Walk(model, list(x.split(5)))
+    block = walk.blocks[0]
+    quantizers = [model.get_submodule(name).weight_quantizer for name in block.layers]
+    calls: list[int] = []
+    for quantizer in quantizers:
+        quantizer.register_forward_hook(lambda module, args, out: calls.append(args[1]))
+    values = walk.start()
+    for bits in (8, 4):
+        set_bits(model, bits)
+        values.copy().advance(model, block, leave)
+    assert sorted(calls) == [4] * len(quantizers) + [8] * len(quantizers)
+    calls.clear()
+    model(x)
+    model(x)
+    assert len(calls) == 2 * len(quantizers), "afterwards they are quantised as ever"
+
+
 def test_samples_are_taken_over_all_batches() -> None:
     x, model = images(12), prepared(mobile())
     walk = Walk(model, list(x.split(5)))
@@ -62,6 +81,8 @@ def test_the_distance_is_relative() -> None:
     assert other.distance(plain, walk.blocks[0]) > 0.7
     plain.weigh(walk.blocks[0], 2)
     assert other.distance(plain, walk.blocks[0]) < 0.35, "one position of 128"
+    plain.batches[0][node] = other.batches[0][node] = None
+    assert other.distance(plain, walk.blocks[0]) == 0, "nothing that can be compared"
 
 
 def test_without_a_graph_inputs_are_found_by_running_the_model() -> None:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from bitdial import QuantConfig, Rule, describe, prepare
 from bitdial import functional as bf
-from bitdial.errors import ConfigError
-from bitdial.prepare import activation_ranges
+from bitdial.errors import ConfigError, QuantizationError
+from bitdial.prepare import activation_ranges, initial_scales
+from bitdial.prepare.activation_ranges import observe_inputs
 from bitdial.prepare.config import STARTS
 from bitdial.prepare.initial_scales import activation_start, clip_ratios, weight_scales
 from bitdial.prepare.report import ModelReport
@@ -125,6 +126,42 @@ def test_the_largest_activation_seen_counts_not_a_sample_of_them() -> None:
     with torch.no_grad():
         double: Any = prepare(model.double(), config, x.double())
     assert double[0].act_quantizer.scales["8"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("start", ["mse", "balanced"])
+def test_however_many_candidates_are_tried_at_once(start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, config = randn(6, 40), QuantConfig(bit_choices=BITS, start=start)
+    found = []
+    for at_once in (1, 700, 1 << 20):
+        monkeypatch.setattr(initial_scales, "AT_ONCE", at_once)
+        squares = randn(40, seed=1).square()
+        scales = [
+            weight_scales(weight, (6,), name="x", config=config)[8],
+            weight_scales(weight, (6, 5), name="x", config=config, input_squares=squares)[8].flatten(),
+            *activation_start(weight, name="x", bit_choices=BITS, kind="asymmetric", start=start)[0].values(),
+            *clip_ratios(weight, bit_choices=BITS, start=start).values(),
+        ]
+        found.append(torch.cat(scales))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_values_that_are_not_finite_are_named_even_if_the_model_fails_on_them() -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.second(self.first(x))
+            if bool(x.isnan().any()):
+                raise ValueError("no")
+            return x
+
+    x = randn(8, 4)
+    x[3, 1] = float("inf")
+    with pytest.raises(QuantizationError, match="'first': its calibration input holds NaN or infinity"):
+        observe_inputs(model := Strict(), dict(model.named_children()), [randn(8, 4), x])
 
 
 def test_the_starts_of_channels_are_what_they_were() -> None:

@@ -102,8 +102,7 @@ def _factors(readers: list[QuantLayer], channels: Channels, space: Space) -> Ten
     direction = most / safe
     if shares := [_shares(reader) for reader in readers if reader.weight_rows().shape[1] > 1]:
         direction = direction * torch.stack(shares).amax(dim=0)
-    best, least = None, _expected_loss(readers, channels, torch.ones_like(ranges))
-    least -= math.log(LEAST_GAIN) * sum(len(reader.bit_choices) for reader in readers)
+    tried = [torch.ones_like(ranges)]
     for exponent in EXPONENTS:
         wanted = direction**exponent
         wanted = wanted * (most / (wanted * safe).max())
@@ -111,30 +110,32 @@ def _factors(readers: list[QuantLayer], channels: Channels, space: Space) -> Ten
         if not math.isinf(space.bound):
             most_growth = (space.bound / (_ROOM * safe)).clamp_min(1.0)
             factors = torch.where(ranges >= space.bound, 1.0, torch.minimum(factors, most_growth))
-        loss = _expected_loss(readers, channels, factors)
-        if loss < least:
-            best, least = factors, loss
-    return best
+        tried.append(factors)
+    losses = torch.stack([_expected_losses(readers, channels, factors) for factors in tried]).tolist()
+    usual, *others = (sum(each) for each in losses)
+    best = min(range(len(others)), key=others.__getitem__)
+    enough = usual - math.log(LEAST_GAIN) * sum(len(reader.bit_choices) for reader in readers)
+    return tried[1 + best] if others[best] < enough else None
 
 
-def _expected_loss(readers: list[QuantLayer], channels: Channels, factors: Tensor) -> float:
-    """The sum over readers and widths of log(noise / signal) if channels are multiplied with `factors`."""
+def _expected_losses(readers: list[QuantLayer], channels: Channels, factors: Tensor) -> Tensor:
+    """log(noise / signal) of each reader at each width if channels are multiplied with `factors`."""
     largest, squares = channels.largest * factors, channels.squares * factors.square()
     reach = torch.minimum(largest.max(), _CLIP * squares.mean().sqrt())
-    loss = 0.0
+    losses = []
     for reader in readers:
         rows = reader.weight_rows().flatten(2) if reader.weight.dim() > 2 else reader.weight_rows()[:, :, None]
         weights = rows / _by_input(reader, factors)[:, :, None]
         inputs = _by_input(reader, squares)
-        signal = (weights.square().sum(dim=2) * inputs).sum(dim=1).clamp_min(1e-30)
+        squared = weights.square()
+        signal = (squared.sum(dim=2) * inputs).sum(dim=1).clamp_min(1e-30)
+        size, most = squared.sum(dim=(1, 2)), weights.abs().amax(dim=(1, 2))
+        total = inputs.sum(dim=1) * weights.shape[2]
         for bits in reader.bit_choices if reader.fixed_bits is None else (reader.fixed_bits,):
             step = reach / (2.0**bits - 1)
-            own_steps = weights.abs().amax(dim=(1, 2)) / 2.0 ** (bits - 1)
-            by_activations = step.square() * weights.square().sum(dim=(1, 2))
-            by_weights = own_steps.square() * inputs.sum(dim=1) * weights.shape[2]
-            noise = (by_activations + by_weights) / 12
-            loss += float((noise / signal).clamp_max(1.0).mean().log())
-    return loss
+            noise = (step.square() * size + (most / 2.0 ** (bits - 1)).square() * total) / 12
+            losses.append((noise / signal).clamp_max(1.0).mean().log())
+    return torch.stack(losses)
 
 
 def _shares(reader: QuantLayer) -> Tensor:

@@ -49,7 +49,7 @@ def choose_multiples(
             better = cost < least
             best, least = torch.where(better, multiple, best), torch.where(better, cost, least)
             kept = torch.where(better[..., None], found, kept)
-            changes = [torch.where(better[..., None], new, old) for new, old in zip(moves, changes, strict=True)]
+            changes = torch.where(better[..., None], moves, changes)
         multiples[:, :, run], codes[:, :, columns] = best, kept
         problem.move(columns, changes)
     return multiples, codes
@@ -57,20 +57,15 @@ def choose_multiples(
 
 def _tried(
     problem: Problem, columns: Tensor, own: Tensor, start: Tensor, old: Tensor, new: Tensor
-) -> tuple[Tensor, list[Tensor], Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of `columns` with the scale `new` (groups, rows) in place of `old`, from the codes `start` on, not `own`.
 
-    Also what they change for each term, and what the errors change by (groups, rows).
+    Also what they change at each setting, and what the errors change by (groups, rows).
     """
-    steps = new[..., None].expand(own.shape)
-    before = [term.values[own] * old[..., None] for term in problem.terms]
-    gradients = [
-        term.gradient[:, :, columns] + (term.values[start] * steps - value) @ term.second[:, columns][:, :, columns]
-        for term, value in zip(problem.terms, before, strict=True)
-    ]
+    steps, values = new[..., None].expand(own.shape), problem.values
+    before, known = values[:, own] * old[..., None], problem.gradients.index_select(3, columns)
+    gradients = known + (values[:, start] * steps - before) @ problem.among(columns)
     found = problem.rounded(columns, start, steps, gradients)
-    changes = [term.values[found] * steps - value for term, value in zip(problem.terms, before, strict=True)]
-    cost = torch.zeros_like(new)
-    for term, change, gradient in zip(problem.terms, changes, gradients, strict=True):
-        cost += term.weight * (change * (term.gradient[:, :, columns] + gradient)).sum(dim=2)
+    changes = values[:, found] * steps - before
+    cost = (problem.weights * (changes * (known + gradients)).sum(dim=3)).sum(dim=0)
     return found, changes, cost

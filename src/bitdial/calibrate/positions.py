@@ -31,40 +31,38 @@ def position_weights(batches: Sequence[Tensor], channel_dim: int) -> list[Tensor
     mean, variance = moments_of(batches, channel_dim)
     usual = variance.mean().clamp_min(1e-30)
     spread = torch.where(variance > 0, variance, usual)
+    mean, spread = mean.to(batches[0].dtype), spread.to(batches[0].dtype)
     weights = []
     for x in batches:
         shape = [1] * x.dim()
         shape[channel_dim] = -1
-        apart = (x - mean.to(x.dtype).view(shape)).square_().div_(spread.to(x.dtype).view(shape))
+        apart = (x - mean.view(shape)).square_().div_(spread.view(shape))
         weights.append(MOST_ENERGY / apart.mean(dim=channel_dim, keepdim=True).clamp_min_(MOST_ENERGY))
     return weights
 
 
 def moments_of(batches: Sequence[Tensor], channel_dim: int, weights: Sequence[Tensor] | None = None) -> Moments:
     """The moments of all `batches` together; `weights` are those of positions."""
-    count, mean, squares = 0.0, torch.zeros(()), torch.zeros(())
-    for place, x in enumerate(batches):
-        of_batch = None if weights is None else _rows(weights[place], channel_dim)
-        size, own, spread = _sums(_rows(x, channel_dim), of_batch)
-        if count == 0:
-            count, mean, squares = size, own, spread
-            continue
-        delta, total = own - mean, count + size
-        squares = squares + spread + delta.square() * (count * size / total)
-        mean, count = mean + delta * (size / total), total
-    return Moments(mean, squares / count)
+    counts = [None] * len(batches) if weights is None else [_rows(each, channel_dim) for each in weights]
+    pairs = list(zip(batches, counts, strict=True))
+    found = [_sums(_rows(x, channel_dim), own) for x, own in [pair for pair in pairs if pair[0].numel()] or pairs]
+    sizes, means, spreads = (torch.stack(each) for each in zip(*found, strict=True))
+    total, sizes = sizes.sum(), sizes[:, None]
+    mean = (means * sizes).sum(dim=0) / total
+    return Moments(mean, (spreads + (means - mean).square_().mul_(sizes)).sum(dim=0) / total)
 
 
 def _rows(x: Tensor, channel_dim: int) -> Tensor:
     return x.movedim(channel_dim, 0).flatten(1)
 
 
-def _sums(rows: Tensor, weights: Tensor | None) -> tuple[float, Tensor, Tensor]:
+def _sums(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Of `rows` (C, n): the sum of the weights (1, n), the means, the sums of squared differences; in float64."""
     if weights is None:
         size = rows.shape[1]
-        return size, rows.mean(dim=1, dtype=torch.float64), rows.var(dim=1, correction=0).double() * size
+        spread = rows.var(dim=1, correction=0).double() * size
+        return spread.new_full((), size), rows.mean(dim=1, dtype=torch.float64), spread
     total = weights.sum(dtype=torch.float64)
     mean = (rows * weights).sum(dim=1, dtype=torch.float64) / total
     apart = (rows - mean.to(rows.dtype)[:, None]).square_().mul_(weights)
-    return float(total), mean, apart.sum(dim=1, dtype=torch.float64)
+    return total, mean, apart.sum(dim=1, dtype=torch.float64)

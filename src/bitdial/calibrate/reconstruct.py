@@ -41,11 +41,12 @@ _LEAST_SCALE = 1 / 8  # of its start, to which a scale may shrink
 _EVERY = 20  # iterations after which errors are looked at: on a GPU that waits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Learned:
     """A parameter that moves from its start by `offset` units, which is what is learned; within bounds.
 
-    Units make learning rates mean the same for all: the step of a weight, the size of a scale.
+    Units make learning rates mean the same for all: the step of a weight, the size of a scale. They are spread to the
+    parameter's shape, so that many parameters move in one launch.
     """
 
     parameter: Tensor
@@ -56,6 +57,7 @@ class Learned:
     offset: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "unit", torch.empty_like(self.parameter.detach()).copy_(self.unit))
         object.__setattr__(self, "start", self.parameter.detach().clone())
         object.__setattr__(self, "offset", torch.zeros_like(self.start))
 
@@ -221,17 +223,23 @@ class Reconstruction:
     @torch.no_grad()
     def _move(self) -> None:
         """Keep the offsets within their bounds and put the parameters where they say."""
-        for one in self.learned:
-            one.offset.clamp_(one.least, one.most)
+        from_below = [one for one in self.learned if one.least > -math.inf]
+        from_above = [one for one in self.learned if one.most < math.inf]
+        if from_below:
+            torch._foreach_clamp_min_([one.offset for one in from_below], [one.least for one in from_below])
+        if from_above:
+            torch._foreach_clamp_max_([one.offset for one in from_above], [one.most for one in from_above])
         values = torch._foreach_mul([one.offset for one in self.learned], [one.unit for one in self.learned])
         torch._foreach_add_(values, [one.start for one in self.learned])
         torch._foreach_copy_([one.parameter for one in self.learned], values)
 
     def _take_gradients(self) -> None:
         """Give the offsets the gradients of their parameters."""
+        found = {one: grad for one in self.learned if (grad := one.parameter.grad) is not None}
+        made = torch._foreach_mul([*found.values()], [one.unit for one in found]) if found else ()
+        offsets = dict(zip(found, made, strict=True))
         for one in self.learned:
-            one.offset.grad = None if one.parameter.grad is None else one.parameter.grad * one.unit
-            one.parameter.grad = None
+            one.offset.grad, one.parameter.grad = offsets.get(one), None
 
     def _mixed(self, given: Environment, plain: Environment) -> Environment:
         return {node: self._drop(value, plain[node]) for node, value in given.items()}
@@ -288,5 +296,5 @@ def _size(parameter: Tensor) -> Tensor:
 def _energy(values: Values, node: Any) -> float:
     """The mean square of the values of `node`, weighted as its errors are."""
     weights: Any = values.weights.get(node, [1.0] * len(values.batches))
-    total = sum(float((b[node].double().square() * w).sum()) for b, w in zip(values.batches, weights, strict=True))
-    return max(total / sum(batch[node].numel() for batch in values.batches), 1e-30)
+    sums = [(batch[node].double().square() * w).sum() for batch, w in zip(values.batches, weights, strict=True)]
+    return max(sum(torch.stack(sums).tolist()) / sum(batch[node].numel() for batch in values.batches), 1e-30)

@@ -126,10 +126,11 @@ class BlockRounding:
             return found - found.mean(dim=1, keepdim=True) if centred else found
 
         made = list[Setting]()
-        for width, plan in self.settings.items():
-            set_bits(self.model, plan)
+        for width in self.settings:
             if (centred, width) not in known or layer.act_quantizer is not None:
-                own, target = rows([layer.quantized_input(x) for x in inputs[width]]), None
+                quantizer, act_bits = layer.act_quantizer, self.bits[width][name][1]
+                given = [x if quantizer is None else quantizer(x, act_bits) for x in inputs[width]]
+                own, target = rows(given), None
                 plain = own if centred else rows(inputs[PLAIN])
                 moved, own = (held_back(x, plain, images=images) for x in (plain - own, own))
                 second = product_of(own, own)
@@ -192,9 +193,10 @@ def _values(layer: QuantLayer, bits: int) -> Tensor:
     """What each code that `layer` can store is worth at `bits`, in steps of the stored codes: (codes,)."""
     quantizer, high = layer.weight_quantizer, layer.bit_choices[0]
     least, most = quantizer.rule.stored_range(high)
-    codes = torch.arange(least, most + 1, dtype=torch.int8, device=layer.weight.device)
+    codes = torch.arange(least, most + 1, dtype=torch.int8)  # on the CPU, where checking them waits for nothing
     low = bf.narrow(codes, high=high, low=bits, scheme=quantizer.scheme, ties=quantizer.ties)
-    return bf.dequantize(low, torch.ones(1, device=codes.device), shift=high - bits, scheme=quantizer.scheme)
+    values = bf.dequantize(low, torch.ones(1), shift=high - bits, scheme=quantizer.scheme)
+    return values.to(layer.weight.device)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bitdial.kernels.rounding import Columns, Meanings, round_columns
+
 SWEEPS = 3
 COLUMNS = 32  # that are rounded before the errors of all others are brought up to date
 DAMPING = 0.01  # of the mean square of an input: keeps weights that the samples say little about near the float ones
@@ -62,46 +64,22 @@ class Setting:
 
 
 def damped(second: Tensor) -> Tensor:
-    """Second moments (groups, inputs, inputs) with a share of their mean square added to each."""
-    made = second.clone()
-    squares = made.diagonal(dim1=1, dim2=2)
-    squares.add_(DAMPING * squares.mean(dim=1, keepdim=True) + 1e-12)
-    return made
+    """Second moments (..., inputs, inputs) with a share of their mean square added to each."""
+    return _damp(second.clone())
 
 
-class _Term:
-    """The error of one setting, (V - W_b) H (V - W_b)' + rest, and its gradient along the codes."""
-
-    def __init__(self, setting: Setting, weight: Tensor):
-        self.values, self.importance, self.wanted = setting.values, setting.importance, weight
-        self.second = damped(setting.second)  # H
-        self.diagonal = self.second.diagonal(dim1=1, dim2=2).contiguous()
-        self.energy = (weight @ self.second).mul_(weight).sum(dim=2)
-        self.rest = torch.zeros_like(self.energy)
-        if (target := setting.target) is not None:
-            self.wanted = weight + weight @ target.change
-            self.rest = (weight @ target.rest).mul_(weight).sum(dim=2).clamp_min_(0)
-
-    def start(self, codes: Tensor, scale: Tensor) -> None:
-        """Half the gradient of the error at `codes`, and the error of each row (groups, rows)."""
-        apart = self.values[codes] * scale - self.wanted
-        self.gradient = apart @ self.second
-        self.error = (apart * self.gradient).sum(dim=2) + self.rest
-
-    def weigh(self, tolerance: float) -> None:
-        """How much the error of each row weighs, (groups, rows): by its relative size."""
-        self.weight = self.importance / (self.error.clamp_min(0) + tolerance * self.energy + 1e-30)
+def _damp(second: Tensor) -> Tensor:
+    squares = second.diagonal(dim1=-2, dim2=-1)
+    squares.add_(DAMPING * squares.mean(dim=-1, keepdim=True) + 1e-12)
+    return second
 
 
 def segments(tables: Sequence[Tensor]) -> Tensor:
     """Runs of codes that have the same values in all `tables` (codes,): (2, runs), the first and last code of each."""
-    count = len(tables[0])
-    ends = torch.zeros(count, dtype=torch.bool)
-    ends[-1] = True
-    for table in tables:
-        ends[:-1] |= (table[1:] != table[:-1]).cpu()
-    last = ends.nonzero()[:, 0]
-    return torch.stack([torch.cat([last.new_zeros(1), last[:-1] + 1]), last]).to(tables[0].device)
+    values = torch.stack(list(tables))
+    changes = (values[:, 1:] != values[:, :-1]).any(dim=0).cpu()
+    last = torch.cat([changes, changes.new_ones(1)]).nonzero()[:, 0]
+    return torch.stack([torch.cat([last.new_zeros(1), last[:-1] + 1]), last]).to(values.device)
 
 
 @torch.no_grad()
@@ -118,71 +96,62 @@ def round_jointly(
         problem.start(codes, scale)
         before = codes.clone()
         for columns in problem.order.split(COLUMNS):
-            steps, own = scale[:, :, columns], codes[:, :, columns]
-            gradients = [term.gradient[:, :, columns] for term in problem.terms]
-            codes[:, :, columns] = best = problem.rounded(columns, own, steps, gradients)
-            problem.move(columns, [(term.values[best] - term.values[own]) * steps for term in problem.terms])
+            steps, own = scale.index_select(2, columns), codes.index_select(2, columns)
+            best = problem.rounded(columns, own, steps, problem.gradients.index_select(3, columns))
+            codes.index_copy_(2, columns, best)
+            problem.move(columns, (problem.values[:, best] - problem.values[:, own]).mul_(steps))
         if torch.equal(before, codes):
             break
     return codes
 
 
 class Problem:
-    """The sum over all settings of the errors of a weight (groups, rows, inputs), about to be rounded."""
+    """The sum over all settings of the errors (V - W_b) H (V - W_b)' + rest of a weight (groups, rows, inputs).
+
+    What it knows of each setting is in one tensor for all of them, the fine ones first: those at which no two codes are
+    alike. `start` finds `gradients` (settings, groups, rows, inputs), half those of the errors along the codes, the
+    `errors` of each row (settings, groups, rows), and how much each weighs, `weights`: by its relative size.
+    """
 
     def __init__(self, weight: Tensor, settings: Sequence[Setting], tolerance: float):
-        terms = [_Term(setting, weight) for setting in settings]
-        self.fine = [term for term in terms if bool((term.values[1:] > term.values[:-1]).all())]
-        self.coarse = [term for term in terms if term not in self.fine]
-        self.terms, self.tolerance = self.fine + self.coarse, tolerance
-        nothing = terms[0].values.new_zeros(len(terms[0].values))
-        self.runs = segments([term.values for term in self.coarse] or [nothing])
-        self.squares = torch.stack([term.diagonal for term in terms]).mean(dim=(0, 1))  # (inputs,)
+        values = torch.stack([setting.values for setting in settings])
+        is_fine = (values[:, 1:] > values[:, :-1]).all(dim=1).tolist()
+        order = sorted(range(len(settings)), key=lambda place: not is_fine[place])
+        settings, self.values, fine = [settings[place] for place in order], values[order], sum(is_fine)
+        coarse = self.values[fine:] if fine < len(settings) else torch.zeros_like(values[:1])
+        self.meanings = Meanings(self.values, segments([*coarse]), fine)
+        self.second = _damp(torch.stack([setting.second for setting in settings]))  # H
+        self.squares = self.second.diagonal(dim1=2, dim2=3).mean(dim=(0, 1))  # (inputs,)
         self.order = self.squares.argsort(descending=True)
+        energy = (weight @ self.second).mul_(weight).sum(dim=3)
+        self.floor = tolerance * energy + 1e-30
+        self.importance = energy.new_tensor([setting.importance for setting in settings])[:, None, None]
+        targets = [setting.target for setting in settings]
+        self.wanted = weight  # W_b
+        if any(target is not None for target in targets):
+            self.wanted = torch.stack([weight if t is None else weight + weight @ t.change for t in targets])
+        nothing = torch.zeros_like(energy[0])
+        rests = [nothing if t is None else (weight @ t.rest).mul_(weight).sum(dim=2).clamp_min_(0) for t in targets]
+        self.rest = torch.stack(rests)
 
     def start(self, codes: Tensor, scale: Tensor) -> None:
         """Find errors and gradients at `codes`, and what each setting weighs from now on."""
-        for term in self.terms:
-            term.start(codes, scale)
-            term.weigh(self.tolerance)
+        apart = self.values[:, codes].mul_(scale).sub_(self.wanted)
+        self.gradients = apart @ self.second
+        self.errors = apart.mul_(self.gradients).sum(dim=3) + self.rest
+        self.weights = self.importance / (self.errors.clamp_min(0) + self.floor)
 
-    def rounded(self, columns: Tensor, codes: Tensor, steps: Tensor, gradients: list[Tensor]) -> Tensor:
+    def among(self, columns: Tensor) -> Tensor:
+        """What changes of some `columns` add to the gradients of each other: (settings, groups, columns, columns)."""
+        return self.second.index_select(2, columns).index_select(3, columns)
+
+    def rounded(self, columns: Tensor, codes: Tensor, steps: Tensor, gradients: Tensor) -> Tensor:
         """The codes (groups, rows, columns) of some `columns`, rounded anew one after the other from `codes` on.
 
-        `steps` are their scales, `gradients` those of each term at `codes`, which are brought up to date in place.
+        `steps` are their scales, `gradients` those at `codes`, which are brought up to date in place.
         """
-        codes = codes.clone()
-        among = [term.second[:, columns][:, :, columns] for term in self.terms]
-        for place, column in enumerate(columns.tolist()):
-            step, own = steps[:, :, place], codes[:, :, place].clone()
-            aims = []  # the minimum of each parabola, and how steep it is
-            for term, gradient in zip(self.terms, gradients, strict=True):
-                curve = term.diagonal[:, None, column]
-                aims.append((term.values[own] - gradient[:, :, place] / (curve * step), term.weight * curve))
-            codes[:, :, place] = best = self._best_codes(aims, own)
-            for term, gradient, rows in zip(self.terms, gradients, among, strict=True):
-                change = (term.values[best] - term.values[own]) * step
-                gradient += change[:, :, None] * rows[:, None, place]
-        return codes
+        return round_columns(Columns(codes, steps, gradients, self.among(columns), self.weights), self.meanings)
 
-    def move(self, columns: Tensor, changes: list[Tensor]) -> None:
-        """Let the gradients know of `changes` (groups, rows, columns) of what each term makes of the weight."""
-        for term, change in zip(self.terms, changes, strict=True):
-            term.gradient += change @ term.second[:, columns]
-
-    def _best_codes(self, aims: list[tuple[Tensor, Tensor]], own: Tensor) -> Tensor:
-        """The codes (groups, rows) of least error: in each run the one nearest to the aim of the highest width."""
-        runs, fine, coarse = self.runs, aims[: len(self.fine)], aims[len(self.fine) :]
-        if fine:
-            slope = torch.stack([steepness for _, steepness in fine]).sum(dim=0)
-            aim = torch.stack([aim * steepness for aim, steepness in fine]).sum(dim=0) / slope
-            table = self.fine[0].values
-            nearest = torch.searchsorted((table[1:] + table[:-1]) / 2, aim.contiguous())
-            candidates = nearest[..., None].clamp(runs[0], runs[1])
-            cost = (table[candidates] - aim[..., None]).square_().mul_(slope[..., None])
-        else:
-            candidates = own[..., None].clamp(runs[0], runs[1])
-            cost = torch.zeros(candidates.shape, device=own.device)
-        for (aim, steepness), term in zip(coarse, self.coarse, strict=True):
-            cost += (term.values[runs[0]] - aim[..., None]).square_().mul_(steepness[..., None])
-        return candidates.gather(-1, cost.argmin(dim=-1, keepdim=True))[..., 0]
+    def move(self, columns: Tensor, changes: Tensor) -> None:
+        """Let the gradients know of `changes` (settings, groups, rows, columns) of what is made of the weight."""
+        self.gradients += changes @ self.second.index_select(2, columns)

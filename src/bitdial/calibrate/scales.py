@@ -140,10 +140,11 @@ def _refine(layers: Mapping[str, QuantLayer], reference: nn.Module, inputs: list
     finally:
         for handle in handles:
             handle.remove()
-    for (name, bits), found in errors.items():
+    best = torch.stack([found.argmin() for found in errors.values()]).tolist() if errors else []
+    for (name, bits), place in zip(errors, best, strict=True):
         quantizer = layers[name].act_quantizer
         assert quantizer is not None
-        scale = quantizer.scales[str(bits)].mul_(FACTORS[int(found.argmin())])
+        scale = quantizer.scales[str(bits)].mul_(FACTORS[place])
         if quantizer.kind == bf.DYNAMIC:
             scale.copy_(bf.usable_clip_ratio(scale))
 

@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,10 @@ class Values:
         """
         self._joined.clear()
         self.weights = {}
+        with _weights_once(root, block):
+            self._advance(root, block, at_norm)
+
+    def _advance(self, root: nn.Module, block: Block, at_norm: AtNorm) -> None:
         norms, done = set(block.norms), 0
         for place, node in enumerate(block.nodes):
             if node.op == "call_module" and node.target in norms:
@@ -121,14 +126,17 @@ class Values:
 
     def distance(self, other: "Values", block: Block) -> float:
         """|x - y|^2 / |y|^2 of what `block` gave here, x, and in `other`, y; with the weights of `other`, if any."""
-        apart, size = 0.0, 0.0
+        sums = []
         for node in other.results(block):
             for place, (own, wanted) in enumerate(zip(self.batches, other.batches, strict=True)):
                 x, y = own[node].double(), wanted[node].double()
-                weights = other.weights[node][place] if node in other.weights else 1.0
-                apart += float(((x - y).square() * weights).sum())
-                size += float((y.square() * weights).sum())
-        return apart / max(size, 1e-30)
+                both = [(x - y).square_(), y.square()]
+                if node in other.weights:
+                    both = [squares.mul_(other.weights[node][place]) for squares in both]
+                sums.append(torch.stack([squares.sum() for squares in both]))
+        found = torch.stack(sums).tolist() if sums else []  # a GPU is waited for once
+        apart, size = (sum(each[place] for each in found) for place in range(2))
+        return float(apart / max(size, 1e-30))
 
     def is_mixable(self, nodes: Sequence[fx.Node]) -> bool:
         """Whether samples of several batches can be put together: the first node's first dimension counts them.
@@ -171,6 +179,20 @@ class Values:
                 batch[node] = part  # the same memory
             self._joined[node] = joined
         return self._joined[node]
+
+
+@contextmanager
+def _weights_once(root: nn.Module, block: Block) -> Iterator[None]:
+    """Let the layers of `block` quantise their weights once, not for each batch anew; nothing may change them."""
+    modules = [root.get_submodule(name) for name in block.layers]
+    layers: list[Any] = [module for module in modules if isinstance(module, QuantLayer)]
+    try:
+        for layer in layers:
+            layer.quantized_weight = functools.cache(layer.quantized_weight)
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("quantized_weight", None)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bitdial.errors import QuantizationError
@@ -41,6 +42,7 @@ def observe_inputs(
     """
     seen: dict[str, LayerInput] = {}
     empty: set[str] = set()
+    extremes: list[tuple[str, Tensor]] = []  # of the calls in a batch: to read them one by one, a GPU is waited for
     calls = itertools.count()
     sampled = {name: (kind := kind_of(layer)) is None or kind.multiplies for name, layer in layers.items()}
 
@@ -53,13 +55,7 @@ def observe_inputs(
         if not sampled[name]:
             return
         flat = x.detach().reshape(-1)
-        low, high = (float(v) for v in flat.aminmax())
-        if not (low > -float("inf") and high < float("inf")):  # also false for NaN
-            raise QuantizationError(
-                f"layer {name!r}: its calibration input holds NaN or infinity; check the "
-                "calibration batch and the weights of the layers before it"
-            )
-        entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
+        extremes.append((name, torch.stack(flat.aminmax())))
         if name in tokens:
             if sum(kept.numel() for kept in entry.tokens) < MOST_TOKEN_VALUES:
                 rows = x.detach().reshape(-1, x.shape[-1])
@@ -67,6 +63,19 @@ def observe_inputs(
             return
         stride = -(-flat.numel() // MOST_SAMPLES) | 1  # odd, so that it meets every column of an image
         entry.samples.append(flat[::stride].clone())
+
+    def read_extremes() -> None:
+        device = extremes[0][1].device if extremes else None
+        found = torch.stack([pair.to(device, torch.float64) for _, pair in extremes]).tolist() if extremes else []
+        for (name, _), (low, high) in zip(extremes, found, strict=True):
+            if not (low > -float("inf") and high < float("inf")):  # also false for NaN
+                raise QuantizationError(
+                    f"layer {name!r}: its calibration input holds NaN or infinity; check the "
+                    "calibration batch and the weights of the layers before it"
+                )
+            entry = seen[name]
+            entry.minimum, entry.maximum = min(entry.minimum, low), max(entry.maximum, high)
+        extremes.clear()
 
     def hook_for(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -79,7 +88,10 @@ def observe_inputs(
     try:
         with evaluating(model):
             for batch in batches:
-                call(model, batch)
+                try:
+                    call(model, batch)
+                finally:  # where the model fails on NaN, that is what is to be said
+                    read_extremes()
     finally:
         for handle in handles:
             handle.remove()

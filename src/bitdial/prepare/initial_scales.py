@@ -19,6 +19,7 @@ PERCENTILE = 0.999
 LOW_BITS, LOW_BITS_RATIO = 4, 0.9  # up to that width, a dynamic range is clipped to that share
 _LEAST_ERROR = 1e-10  # relative, squared; 8 bits have 1e-5 to 1e-6
 _QUANTILE_LIMIT = 1 << 24  # torch.quantile takes no more values
+AT_ONCE, AT_ONCE_ON_GPU = 1 << 16, 1 << 25  # values that are quantised at once where scales are tried
 
 
 def weight_scales(
@@ -89,21 +90,21 @@ def _weight_scale(
         return lsq
 
     def total_of(squares: Tensor) -> Tensor:
-        return (squares if counts is None else squares.mul_(counts)).sum(dim=1)
+        return (squares if counts is None else squares.mul_(counts)).sum(dim=-1)
 
     floor = total_of(rows.square()) * _LEAST_ERROR  # of codes that hit every weight exactly
 
-    def error(reach: Tensor) -> Tensor:
-        scale = largest * reach / levels
-        total = torch.zeros_like(largest)
+    def errors(reaches: Tensor) -> Tensor:
+        scales = largest * reaches / levels
+        total, many = torch.zeros_like(scales), rows if len(reaches) == 1 else rows.repeat(len(reaches), 1)
         for low in widths:
-            at = bf.fake_quantize(rows, scale, high=high, low=low, scheme=config.scheme, ties=config.ties)
-            found = total_of((at - rows).square_())
+            at = bf.fake_quantize(many, scales.view(-1), high=high, low=low, scheme=config.scheme, ties=config.ties)
+            found = total_of(at.view(-1, *rows.shape).sub_(rows).square_())
             total += (found + floor).log_() * config.importance_of(low) if config.start == "balanced" else found
         return total
 
-    others = [three * levels / largest, lsq * levels / largest]
-    return largest * _minimise(error, _grid(largest, 0.1, 2.3, 55), others, spacing=0.04) / levels
+    tried = torch.cat([_grid(largest, 0.1, 2.3, 55), torch.stack([three, lsq]) * levels / largest])
+    return largest * _minimise(errors, tried, spacing=0.04, at_once=_at_once(rows)) / levels
 
 
 def activation_start(
@@ -113,6 +114,7 @@ def activation_start(
     if not bool(samples.any()):
         log.warning("layer %r: its calibration input is all zero; its activation range starts at 1", name)
         samples = torch.ones_like(samples)
+    samples = samples.flatten()
     scales, zero_points = {}, {}
     for bits in bit_choices:
         scale, zero_point = _activation_scale(samples, bits, kind, start)
@@ -146,12 +148,13 @@ def _activation_scale(samples: Tensor, bits: int, kind: str, start: str) -> tupl
         size = 2 * magnitude.mean() * bf.code_range(bits, signed=kind == "signed")[1] ** -0.5
         return at((size * levels / (high - low)).clamp(max=1.0))
 
-    def error(reach: Tensor) -> Tensor:
-        scale, zero_point = at(reach)
-        out = bf.fake_quantize_activation(samples, scale, zero_point, bits=bits, kind=kind)
-        return (out - samples).square_().sum()
+    def errors(reaches: Tensor) -> Tensor:
+        scales, zero_points = at(reaches[:, None])
+        out = bf.fake_quantize_activation(samples, scales, zero_points, bits=bits, kind=kind)
+        return out.sub_(samples).square_().sum(dim=1)
 
-    return at(_minimise(error, _grid(magnitude.max(), 0.02, 1.1, 40), [], spacing=0.027))
+    tried = _grid(magnitude.max(), 0.02, 1.1, 40)
+    return at(_minimise(errors, tried, spacing=0.027, at_once=_at_once(samples)))
 
 
 def clip_ratios(tokens: Tensor, *, bit_choices: tuple[int, ...], start: str) -> dict[int, Tensor]:
@@ -162,11 +165,12 @@ def clip_ratios(tokens: Tensor, *, bit_choices: tuple[int, ...], start: str) -> 
             found[bits] = tokens.new_full((1,), LOW_BITS_RATIO if bits <= LOW_BITS else bf.MOST_CLIP_RATIO)
             continue
 
-        def error(ratio: Tensor, bits: int = bits) -> Tensor:
-            at = bf.fake_quantize_activation(tokens, ratio, bits=bits, kind=bf.DYNAMIC)
-            return (at - tokens).square_().sum()
+        def errors(ratios: Tensor, bits: int = bits) -> Tensor:
+            at = bf.fake_quantize_activation(tokens, ratios[..., None], bits=bits, kind=bf.DYNAMIC)
+            return at.sub_(tokens).square_().sum(dim=(1, 2))[:, None]
 
-        best = _minimise(error, _grid(tokens.new_ones(1), 0.1, bf.MOST_CLIP_RATIO, 36), [], spacing=0.025)
+        tried = _grid(tokens.new_ones(1), 0.1, bf.MOST_CLIP_RATIO, 36)
+        best = _minimise(errors, tried, spacing=0.025, at_once=_at_once(tokens))
         found[bits] = bf.usable_clip_ratio(best)
     return found
 
@@ -195,19 +199,32 @@ def act_quantizer_of(name: str, seen: LayerInput, kind: str, config: QuantConfig
     return ActivationQuantizer(scales, zero_points, kind=kind)
 
 
-def _grid(like: Tensor, low: float, high: float, steps: int) -> list[Tensor]:
-    return [torch.full_like(like, low + (high - low) * i / steps) for i in range(steps + 1)]
+def _grid(like: Tensor, low: float, high: float, steps: int) -> Tensor:
+    """Numbers from `low` to `high` in even steps, each in the shape of `like`: (numbers, ...)."""
+    numbers = like.new_tensor([low + (high - low) * i / steps for i in range(steps + 1)])
+    return numbers.view(-1, *(1,) * like.dim()).expand(-1, *like.shape)
 
 
-def _minimise(error: Callable[[Tensor], Tensor], grid: list[Tensor], others: list[Tensor], *, spacing: float) -> Tensor:
-    """The candidate of least `error`, elementwise: first from `grid` and `others`, then finer around the best."""
-    best, least = grid[0], torch.full_like(grid[0], float("inf"))
-    for reach in (*grid, *others):
-        now = error(reach)
-        best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
-    centre = best
-    for step in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75):
-        reach = (centre + spacing * step).clamp_min(spacing / 4)
-        now = error(reach)
-        best, least = torch.where(now < least, reach, best), torch.minimum(now, least)
-    return best
+def _at_once(data: Tensor) -> int:
+    """How many candidates are tried on `data` at once: on a GPU many, for it waits for each launch."""
+    return max(1, (AT_ONCE_ON_GPU if data.is_cuda else AT_ONCE) // max(data.numel(), 1))
+
+
+def _minimise(errors: Callable[[Tensor], Tensor], tried: Tensor, *, spacing: float, at_once: int) -> Tensor:
+    """The candidate of least error, elementwise: first of those `tried` (candidates, ...), then finer around the best.
+
+    `errors` gives those of some candidates, in their shape; it gets `at_once` of them.
+    """
+
+    def better(candidates: Tensor, best: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
+        for some in candidates.split(at_once):
+            found = errors(some)
+            now, places = torch.where(found.isnan(), math.inf, found).min(dim=0)
+            best = torch.where(now < least, some.gather(0, places[None])[0], best)
+            least = torch.minimum(now, least)
+        return best, least
+
+    best, least = better(tried, tried[0], torch.full_like(tried[0], math.inf))
+    steps = best.new_tensor([spacing * step for step in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)])
+    around = (best + steps.view(-1, *(1,) * best.dim())).clamp_min_(spacing / 4)
+    return better(around, best, least)[0]

@@ -1,0 +1,1 @@
+"""Calibration: codes of a weight, column by column."""
