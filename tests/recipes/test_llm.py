@@ -13,6 +13,7 @@ from torch import nn
 import bitdial
 from bitdial.errors import ConfigError, TrainingError
 from bitdial.recipes import llm as module
+from bitdial.recipes import teacher_text as teacher_module
 from bitdial.recipes.language_model import LanguageModel, Texts
 from bitdial.recipes.llm import LlmOutcome, llm
 from bitdial.recipes.llm_options import LlmOptions
@@ -243,6 +244,18 @@ def test_rows_begin_greedily_and_go_on_as_the_model_says(tmp_path: Path) -> None
     assert not np.array_equal(rows, rows_of(tmp_path / "b", Counting(1.0), seed=1))
 
 
+def test_groups_that_are_made_together_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each draws from its own seed, so a run can go on behind any of them; a GPU has several at a time."""
+    one_by_one = rows_of(tmp_path / "a", Counting(1.0), rows=100)
+    model = Counting(1.0)
+    monkeypatch.setitem(teacher_module.AT_ONCE, "cpu", 3)
+    assert np.array_equal(rows_of(tmp_path / "b.int32", model, rows=100), one_by_one)
+    assert model.calls == 2 * 11
+    (tmp_path / "c.part").write_bytes(one_by_one.tobytes()[: 32 * 12 * 4])
+    assert np.array_equal(rows_of(tmp_path / "c.int32", model, rows=100), one_by_one)
+    assert model.calls == 3 * 11
+
+
 def test_text_that_was_begun_is_gone_on_with(tmp_path: Path) -> None:
     """A group of 32 rows is whole; half of the next one is thrown away."""
     whole = rows_of(tmp_path / "a", Counting(1.0))
@@ -307,8 +320,13 @@ def test_what_cannot_be_recorded_is_refused(other: str, options: LlmOptions) -> 
 
 def test_recording_changes_nothing(options: LlmOptions) -> None:
     """On a CPU there are no graphs; on a GPU a replay has the kernels of the steps before it."""
-    plain = llm(changed(options, out=options.out.with_name("plain")))
-    assert differing(weights(plain), weights(llm(changed(options, record=True)))) == []
+    plain = weights(llm(changed(options, out=options.out.with_name("plain"))))
+    recorded = weights(llm(changed(options, record=True)))
+    if torch.cuda.is_available():  # sums of attention's gradients may go in another order
+        for name, value in plain.items():
+            torch.testing.assert_close(recorded[name], value, rtol=0.0, atol=6 * 3 * options.lr, msg=name)
+    else:
+        assert differing(plain, recorded) == []
 
 
 def test_the_model_is_given_back_with_its_own_attention(options: LlmOptions) -> None:
