@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bitdial.errors import ConfigError
 from bitdial.models import MODELS, build_model
 from bitdial.nn import QuantLayer, kind_of
 from bitdial.prepare.config import QuantConfig, Rule
-from bitdial.prepare.ends import Ends, find_ends
+from bitdial.prepare.ends import Ends, _operation_counts, _OperationCounter, find_ends
 from bitdial.prepare.prepare import prepare
 from bitdial.prepare.weights import find_weights
 
@@ -277,3 +278,21 @@ def test_multiply_adds_of_a_bilinear_layer_count() -> None:
     """PyTorch's counter leaves them out."""
     model = Made(lambda m, x: m.last(m.pair(x, x)), pair=nn.Bilinear(6, 6, 5), last=nn.Linear(5, 2))
     assert ends_of(model, ROWS).multiply_adds == 8 * (6 * 6 * 5 + 5 * 2)
+
+
+def test_operations_are_counted_as_pytorch_counts_them_without_its_compiler() -> None:
+    model, x = build_model("cifar_resnet", blocks=1, width=8), torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), _OperationCounter(_operation_counts()) as counter:
+        model(x)
+    with torch.no_grad(), FlopCounterMode(display=False) as theirs:
+        model(x)
+    assert counter.total == theirs.get_total_flops() > 0
+    assert not hasattr(counter.__torch_dispatch__, "__wrapped__"), "PyTorch imports its compiler at the first call"
+
+
+def test_attention_in_which_heads_share_keys_is_counted() -> None:
+    """Not by every PyTorch."""
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 1, 5, 8)
+    with torch.no_grad(), _OperationCounter(_operation_counts()) as counter:
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    assert counter.total == 2 * 2 * (2 * 4 * 5 * 5 * 8)
