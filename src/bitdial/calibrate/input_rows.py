@@ -15,8 +15,9 @@ from torch import Tensor
 from bitdial.calibrate.positions import MOST_ENERGY
 from bitdial.nn.layer_kinds import CONV1D, CONV2D, CONV3D, LINEAR, LayerKind, padding_around
 
-LEAST_ROWS, MOST_ROWS = 2048, 16384
+LEAST_ROWS, MOST_ROWS = 2048, 16384  # of windows
 ROWS_PER_INPUT = 16
+MOST_TOKENS = 32768
 MOST_TOKEN_ENERGY = 10.0  # in medians of all tokens
 
 
@@ -51,7 +52,8 @@ ROWS: dict[LayerKind, Callable[[Any, Tensor, Callable[[int], Tensor]], Tensor]] 
 def input_rows(kind: LayerKind, layer: Any, inputs: Sequence[Tensor], *, seed: int) -> Tensor:
     """Rows (groups, samples, inputs) of a `layer` of a `kind` in ROWS, over all batches of its `inputs`."""
     width = layer.weight[0].numel()
-    share = -(-min(max(ROWS_PER_INPUT * width, LEAST_ROWS), MOST_ROWS) // len(inputs))
+    most = MOST_TOKENS if kind is LINEAR else min(max(ROWS_PER_INPUT * width, LEAST_ROWS), MOST_ROWS)
+    share = -(-most // len(inputs))
     generator = torch.Generator().manual_seed(seed)
 
     def places(count: int) -> Tensor:
