@@ -68,6 +68,8 @@ def campaign(kernels: str, config: dict[str, Any], count: int, seed: int) -> tup
         path = Path(name) / "model.safetensors"
         net, x = make(path, kernels, config)
         live, draw = load(path, net, kernels=kernels), random.Random(seed)
+        gc.collect()
+        gc.freeze()  # what is imported stays; each count of memory would look through it
         layers, kept, before = list(get_bits(live)), [], resident()
         began = time.monotonic()
         for number in counted(range(1, count + 1), count, f"switches, {kernels}"):
