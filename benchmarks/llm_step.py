@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="joint steps as one CUDA graph")
-    parser.add_argument("--results", type=Path, default=ROOT / "results" / "llm-step.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "llm-step.json", help="a file of rows")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,7 +126,8 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__, "seed": 0, "command": command("llm_step"),
     }  # fmt: skip
-    options.results.write_text(json.dumps([row], indent=1) + "\n")
+    rows = json.loads(options.out.read_text()) if options.out.exists() else []
+    options.out.write_text(json.dumps([*(r for r in rows if r["command"] != row["command"]), row], indent=1) + "\n")
     times = f"float {found['float']['seconds']:.3f} s, joint {found['joint']['seconds']:.3f} s"
     print(f"{times}: {found['ratio']:.2f} float steps a width")
 
