@@ -39,13 +39,13 @@ def test_inputs_are_the_normalised_pixels_in_the_order_of_names(folder: Path) ->
 
 def test_files_are_decoded_when_needed_and_kept_if_they_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[str] = []
-    plain = module.decode
+    plain = module.decode_all
 
-    def decode(path: Path, settings: ImageSettings) -> tuple[torch.Tensor, bool]:
-        decoded.append(path.name)
-        return plain(path, settings)
+    def decode(paths: list[Path], settings: ImageSettings) -> list[tuple[torch.Tensor, bool]]:
+        decoded.extend(path.name for path in paths)
+        return plain(paths, settings)
 
-    monkeypatch.setattr(module, "decode", decode)
+    monkeypatch.setattr(module, "decode_all", decode)
     images = ImageBatches(folder, SMALL, batch_size=2)
     assert decoded == []
     assert images[1].shape == (2, 3, 8, 8)
@@ -92,7 +92,7 @@ def test_a_small_part_keeps_its_pixels_where_all_of_them_do_not_fit(
     images = ImageBatches(tmp_path, SMALL, cache_bytes=2 * 3 * SMALL.crop**2)
     part = images.subset(2)
     first = part[0]
-    monkeypatch.setattr("bitdial.images.batches.decode", lambda *args: pytest.fail("decoded again"))
+    monkeypatch.setattr("bitdial.images.batches.decode_all", lambda *args: pytest.fail("decoded again"))
     assert torch.equal(part[0], first)
 
 

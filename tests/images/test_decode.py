@@ -1,6 +1,7 @@
 """From files of every kind to the pixels that people see."""
 
 import base64
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from bitdial.errors import ConfigError, MissingDependencyError
 from bitdial.images import ImageSettings
-from bitdial.images.decode import cut_out, decode, open_image, picture_uri
+from bitdial.images.decode import cut_out, decode, decode_all, open_image, picture_uri
 
 Image = pytest.importorskip("PIL.Image")
 Write = Callable[..., Path]
@@ -146,3 +147,20 @@ def test_pictures_for_pages_come_back(tmp_path: Path) -> None:
     again = torch.from_numpy(np.array(open_image(tmp_path / "a.jpg")).transpose(2, 0, 1))
     assert again.shape == pixels.shape
     assert (again.int() - pixels.int()).abs().max() < 12
+
+
+def test_many_images_are_decoded_side_by_side(tmp_path: Path) -> None:
+    """Each as by itself, in their order; what Python warns of stays as it was, also after an error."""
+    paths = []
+    for number in range(40):
+        paths.append(tmp_path / f"{number}.png")
+        Image.fromarray(np.full((20, 24, 3), number, dtype=np.uint8)).save(paths[-1])
+    settings, before = ImageSettings(resize=None, crop=16), list(warnings.filters)
+    found = decode_all(paths, settings)
+    assert [int(pixels[0, 0, 0]) for pixels, _ in found] == list(range(40))
+    assert all(torch.equal(pixels, decode(path, settings)[0]) for path, (pixels, _) in zip(paths, found, strict=True))
+    paths[7].write_bytes(b"no image")
+    paths[30].write_bytes(b"nor this")
+    with pytest.raises(ConfigError, match=r"7\.png cannot be read as an image"):
+        decode_all(paths, settings)
+    assert warnings.filters == before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitdial.errors import ConfigError
-from bitdial.images.decode import decode, require_pillow
+from bitdial.images.decode import decode_all, require_pillow
 from bitdial.images.labels import read_labels
 from bitdial.images.listing import image_names, spread
 from bitdial.images.settings import ImageSettings
@@ -102,7 +102,7 @@ class ImageBatches(Sequence[Tensor]):
     def pixels(self, place: int) -> Tensor:
         """The pixels of a batch, uint8 (batch, 3, crop, crop), as they are before normalisation."""
         begin = range(0, len(self.names), self.batch_size)[place]
-        batch = torch.stack([self._decoded(name) for name in self.names[begin : begin + self.batch_size]])
+        batch = torch.stack(self._decoded(self.names[begin : begin + self.batch_size]))
         if begin + self.batch_size >= len(self.names) and self._enlarged and not self._told:
             self._told = True
             crop = self.settings.crop
@@ -112,15 +112,15 @@ class ImageBatches(Sequence[Tensor]):
             )  # fmt: skip
         return batch
 
-    def _decoded(self, name: str) -> Tensor:
-        if self._cache is not None and name in self._cache:
-            return self._cache[name]
-        pixels, enlarged = decode(self.folder / name, self.settings)
-        if enlarged:
-            self._enlarged.add(name)
+    def _decoded(self, names: list[str]) -> list[Tensor]:
+        kept = {} if self._cache is None else self._cache
+        missing = [name for name in names if name not in kept]
+        found = decode_all([self.folder / name for name in missing], self.settings) if missing else []
+        self._enlarged.update(name for name, (_, enlarged) in zip(missing, found, strict=True) if enlarged)
+        pixels = {name: one for name, (one, _) in zip(missing, found, strict=True)}
         if self._cache is not None:
-            self._cache[name] = pixels
-        return pixels
+            self._cache.update(pixels)
+        return [pixels[name] if name in pixels else kept[name] for name in names]
 
     def labelled(self) -> "LabelledBatches":
         """The batches with their classes: (inputs, classes)."""

@@ -6,8 +6,10 @@ people see them. Alpha is dropped, as training pipelines do. An EXIF entry that 
 
 import base64
 import io
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # By these endings a file counts as an image.
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels; right and bottom are beyond the last
+MOST_THREADS = 16
 SIXTEEN_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 
 
@@ -41,7 +44,21 @@ def decode(path: Path, settings: ImageSettings) -> tuple[Tensor, bool]:
 
     ConfigError names the file if it cannot be read, or is smaller than the crop where nothing is resized.
     """
-    image = open_image(path)
+    return decode_all([path], settings)[0]
+
+
+def decode_all(paths: Sequence[Path], settings: ImageSettings) -> list[tuple[Tensor, bool]]:
+    """What `decode` returns for each of `paths`, by several threads: Pillow lets them run side by side."""
+    with _no_warnings():  # once for all: threads share what Python warns of
+        if len(paths) == 1:
+            return [_decode(paths[0], settings)]
+        with ThreadPoolExecutor(max(1, min(len(paths), os.cpu_count() or 1, MOST_THREADS))) as threads:
+            return list(threads.map(lambda path: _decode(path, settings), paths))
+
+
+def _decode(path: Path, settings: ImageSettings) -> tuple[Tensor, bool]:
+    with _loaded(path) as file:
+        image = _eight_bit_rgb(file, path)
     small = min(image.size) < settings.crop
     if small and settings.resize is None:
         raise ConfigError(
@@ -87,17 +104,30 @@ def write_picture(path: Path, values: Any) -> None:
 
 
 @contextmanager
+def _no_warnings() -> Iterator[None]:
+    """No warnings of odd metadata, and of sizes below the limit that is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """The image at `path` as Pillow has it; ConfigError names a file that cannot be read."""
+    with _no_warnings(), _loaded(path) as file:
+        yield file
+
+
+@contextmanager
+def _loaded(path: Path) -> Iterator[Any]:
+    """The same, with warnings."""
     require_pillow()
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd metadata, and of sizes below the limit that is an error
-            with Image.open(path) as file:
-                file.load()
-                yield file
+        with Image.open(path) as file:
+            file.load()
+            yield file
     except ConfigError:
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError, MemoryError) as problem:
