@@ -127,7 +127,7 @@ def test_the_page_on_pretrained_models_runs(in_tmp_path: Path, capsys: pytest.Ca
 def test_the_page_on_detectors_runs(in_tmp_path: Path) -> None:
     pytest.importorskip("highspy")
     if torch.__version__ < (2, 13):
-        pytest.skip("the small detector's crops have a second derivative, for hessian_trace, from torch 2.13 on")
+        pytest.skip("hessian_trace wants second derivatives of the small detector's crops, which torch 2.11 lacks")
     pytest.importorskip("onnxscript")
     names = run("docs/detectors.md")
     assert names["found"].costs["average_bits"] <= 4

@@ -118,5 +118,25 @@ def test_a_checkpoint_knows_the_samples_of_the_last_step(tmp_path: Path) -> None
     x, net = list(images(32).split(16)), mobile()
     config, path = CalibrateConfig(effort="medium", iterations=1, batch_size=8), tmp_path / "calibration.ckpt"
     calibrate(prepared(net), x, config, tune_on=ImageViews(x, 2), checkpoint=path, progress=False)
-    with pytest.raises(CheckpointError, match="inputs"):
-        calibrate(prepared(net), x, config, checkpoint=path, progress=False)
+    for inputs, more in ((x, None), ([*x, *ImageViews(x, 2)], None), (x, x)):
+        with pytest.raises(CheckpointError, match="inputs"):
+            calibrate(prepared(net), inputs, config, tune_on=more, checkpoint=path, progress=False)
+
+
+def test_samples_that_the_last_step_cannot_take_are_refused_before_any_work(tmp_path: Path) -> None:
+    x, model = list(images(32).split(16)), prepared(mobile())
+    config, path = CalibrateConfig(effort="medium", iterations=1, batch_size=8), tmp_path / "calibration.ckpt"
+    state = {n: v.clone() for n, v in model.state_dict().items()}
+    for more in ([x[0][:, :1]], [(x[0], x[0])], [{"pixels": x[0]}]):
+        with pytest.raises(ConfigError, match="does not take the"):
+            calibrate(model, x, config, tune_on=more, checkpoint=path, progress=False)
+    assert not path.exists()
+    assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
+
+
+def test_the_report_tells_what_learned_through_the_whole_model() -> None:
+    x, net = list(images(32).split(16)), mobile()
+    for effort, weights in (("medium", False), ("full", True)):
+        config = CalibrateConfig(effort=effort, iterations=1, batch_size=8)
+        steps = calibrate(prepared(net), x, config, progress=False).steps
+        assert any(step.startswith("weights learned through the whole model") for step in steps) == weights

@@ -104,7 +104,7 @@ MAKES: dict[str, Callable[[int], nn.Module]] = {
     "sync": nn.SyncBatchNorm,
     "instance": lambda features: nn.InstanceNorm2d(features, affine=True, track_running_stats=True),
 }
-if "bias" in inspect.signature(nn.BatchNorm2d).parameters:  # from torch 2.13 on
+if "bias" in inspect.signature(nn.BatchNorm2d).parameters:  # in torch 2.13, and not in 2.11
     MAKES["without bias"] = lambda features: nn.BatchNorm2d(features, bias=False)
 
 

@@ -31,7 +31,7 @@ from bitdial.dial.dial import get_bits, set_bits, unwrap
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import ConfigError, QuantizationError
 from bitdial.nn import QuantLayer, SwitchableBatchNorm
-from bitdial.prepare.model_call import Batch, evaluating
+from bitdial.prepare.model_call import Batch, call, evaluating
 
 log = logging.getLogger(__name__)
 ROUNDING_SAMPLES = 128
@@ -117,9 +117,12 @@ class _Calibration:
     def run(self, path: str | os.PathLike[str] | None, *, show: bool) -> CalibrationReport:
         """All steps, all blocks."""
         started, config = time.monotonic(), self.config
-        file = Checkpoint(path, self.model, config, [*self.inputs, *(self.tune_on or [])])
+        everything = self.inputs if self.tune_on is None else [*self.inputs, "tune_on", *self.tune_on]
+        file = Checkpoint(path, self.model, config, everything)
         self.walk = Walk(self.model, self.inputs)
         self.warnings += self.walk.warnings
+        tunes = self.walk.traced and config.tuning[0] > 0
+        self._check_tune_on(tunes=tunes)
         steps = []
         if config.equalize and self.walk.has_graphs and (count := equalize(self.model, self.walk.blocks, self.inputs)):
             steps.append(f"channels of {count} activations equalised")
@@ -136,11 +139,9 @@ class _Calibration:
         learned = "weights, norms and activation scales" if config.effort == "full" else "norms and activation scales"
         iterations, _ = config.learning
         steps += [f"{learned} learned, {iterations} iterations a block"] if iterations else []
-        tunes = self.walk.traced and config.tuning[0] > 0
+        if tunes and config.effort == "full":
+            steps.append(f"weights learned through {WHOLE}, at all widths together")
         steps += [f"norms and activation scales of each width learned through {WHOLE}"] if tunes else []
-        if self.tune_on is not None and not tunes:
-            why = "the last step is left out" if self.walk.traced else "the model cannot be traced as a whole"
-            self.warnings.append(f"tune_on is not used: {why}")
         for warning in self.warnings:
             log.warning(warning)
         reports = file.read()
@@ -156,6 +157,21 @@ class _Calibration:
             warnings=tuple(self.warnings),
             resumed=resumed,
         )
+
+    def _check_tune_on(self, *, tunes: bool) -> None:
+        """Try the inputs of the last step before any work; a word if there is no such step."""
+        if self.tune_on is None:
+            return
+        if not tunes:
+            why = "the last step is left out" if self.walk.traced else "the model cannot be traced as a whole"
+            self.warnings.append(f"tune_on is not used: {why}")
+            return
+        self.walk.start_with(self.tune_on)
+        try:
+            with torch.no_grad():
+                call(self.model, self.tune_on[0])
+        except (RuntimeError, TypeError, ValueError, IndexError) as problem:
+            raise ConfigError(f"the model does not take the inputs of tune_on: {problem}") from problem
 
     def _all_blocks(self, reports: list[BlockReport], file: Checkpoint, *, tunes: bool, show: bool) -> None:
         """Calibrate the blocks that `reports`, to which they are added, does not have yet; last, tune the model."""

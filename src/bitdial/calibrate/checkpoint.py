@@ -6,7 +6,7 @@ It has the model's state and the reports of the blocks that are done. What the b
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from bitdial.calibrate.config import CalibrateConfig
 from bitdial.calibrate.report import BlockReport
 from bitdial.errors import CheckpointError
 from bitdial.files.container import read_container, write_container
-from bitdial.prepare.model_call import Batch
 
 VERSION = 1
 
@@ -27,7 +26,7 @@ class Checkpoint:
     """The file at `path`, or nothing if that is None. Made before anything of the model changes."""
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, model: nn.Module, config: CalibrateConfig, inputs: list[Batch]
+        self, path: str | os.PathLike[str] | None, model: nn.Module, config: CalibrateConfig, inputs: Sequence[Any]
     ):
         self.path, self.model = None if path is None else Path(path), model
         self.run: dict[str, Any] = {}

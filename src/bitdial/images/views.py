@@ -15,7 +15,7 @@ SMALLEST = 0.5  # of an image's area, that a part of it has at least
 class ImageViews(Sequence[Tensor]):
     """The batches of `images`, then `count - 1` changed copies of each: ImageViews(images, 4) has four times as many.
 
-    The first copy is mirrored. Each further one is a random square part of at least half of the image's area, enlarged
+    The first copy is mirrored. Each further one is a random part of the image's shape and at least half of its area, enlarged
     to the size of the whole, and mirrored every other time. A batch is the same each time it is asked for: its place
     and `seed` decide.
     """

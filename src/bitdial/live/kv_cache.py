@@ -51,7 +51,7 @@ def quantized_cache(model: nn.Module) -> Any:
             return from_rows(self.keys, self.dtype), from_rows(self.values, self.dtype)
 
         def reset(self) -> None:
-            """Forget all tokens; that of transformers before 5.22 only makes them zero."""
+            """Forget all tokens; in older versions of transformers, such as 5.17, they only become zero."""
             self.keys = self.values = torch.empty(0, dtype=torch.int8)
             self.is_initialized = False
 
