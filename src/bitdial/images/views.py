@@ -15,9 +15,9 @@ SMALLEST = 0.5  # of an image's area, that a part of it has at least
 class ImageViews(Sequence[Tensor]):
     """The batches of `images`, then `count - 1` changed copies of each: ImageViews(images, 4) has four times as many.
 
-    The first copy is mirrored. Each further one is a random part of the image's shape and at least half of its area, enlarged
-    to the size of the whole, and mirrored every other time. A batch is the same each time it is asked for: its place
-    and `seed` decide.
+    The first copy is mirrored. Each further one is a random part of the image, of its shape and at least half of its
+    area, enlarged to the size of the whole, and mirrored every other time. A batch is the same each time it is asked
+    for: its place and `seed` decide.
     """
 
     def __init__(self, images: Sequence[Tensor], count: int, *, seed: int = 0):
