@@ -107,7 +107,9 @@ def test_16_bits(made: Path, tmp_path: Path) -> None:
 
 
 def test_devices(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("cpu", "auto", {"": "cpu"}, {"model": "cpu", "lm_head": torch.device("cpu")}):
+    first = "cuda" if torch.cuda.is_available() else "cpu"
+    assert read(made, device_map="auto").device.type == first
+    for place in ("cpu", {"": "cpu"}, {"model": "cpu", "lm_head": torch.device("cpu")}):
         assert read(made, device_map=place).device.type == "cpu"
     with pytest.raises(ConfigError, match="device='here' is not a device"):
         read(made, device_map={"": "here"})

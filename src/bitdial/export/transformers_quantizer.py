@@ -126,7 +126,9 @@ def one_device(device_map: Any) -> torch.device:
             raise ConfigError(
                 f"device_map={device_map!r} spreads a model; a live one is on one device: 'auto', 'cuda:1'"
             )
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device_map in ("auto", *SPREAD):
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return usable_device(device_map)
     names = [torch.device("cuda", place) if isinstance(place, int) else place for place in device_map.values()]
     devices = sorted({str(name) for name in names})
     if len(devices) != 1 or devices == ["disk"]:

@@ -263,7 +263,7 @@ def test_a_state_that_is_loaded_counts(file: Callable[..., Path], block: nn.Modu
 
 
 def test_exact_sums_are_those_of_float_kernels(file: Callable[..., Path], block: nn.Module) -> None:
-    plain, packed = load(file("nested"), block), loaded(file("nested"), block, dtype=None)
+    plain, packed = load(file("nested"), block, device=DEVICE), loaded(file("nested"), block, dtype=None)
     set_bits(packed, MIXED)
     run(packed, tokens(1))
     exact, other = code_exact(plain), code_exact(packed)
