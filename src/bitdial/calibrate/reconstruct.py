@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.quick_nodes import quick_nodes
 from bitdial.calibrate.values import Environment, Values, run
 from bitdial.dial.dial import resolve_plan, set_bits
 from bitdial.dial.plan import BitPlan
@@ -133,6 +134,7 @@ class Reconstruction:
             for some in (self.weights, self.scales, self.norms):
                 some[:] = [one for one in some if id(one.parameter) in kept]
         self.learned = [*self.weights, *self.scales, *self.norms]
+        self.quick = quick_nodes(model, block)
 
     def _act_scales(self) -> list[nn.Parameter]:
         quantizers = [layer.act_quantizer for layer in self.layers if layer.act_quantizer is not None]
@@ -197,7 +199,7 @@ class Reconstruction:
         given, wanted, counts = samples.plain(chosen), samples.wanted(chosen), samples.counts(chosen)
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
-            found = run(self.model, block.nodes, self._mixed(samples.quantized(bits, chosen), given))
+            found = run(self.model, block.nodes, self._mixed(samples.quantized(bits, chosen), given), self.quick)
             apart = [(found[n] - wanted[n]).square().mul(counts[n]).mean() / samples.energies[n] for n in nodes]
             error = torch.stack(apart).mean()
             (self.config.importance_of(bits) * torch.log(error + self.config.tolerance)).backward()
