@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 
 from bitdial.calibrate.blocks import Block
 from bitdial.graph.patterns import RELU_BOUNDS, only_user
+from bitdial.kernels import depthwise
 from bitdial.kernels.kept_norm import can_normalize, normalize
-from bitdial.nn import SwitchableBatchNorm
+from bitdial.nn import QuantConv2d, SwitchableBatchNorm
 from bitdial.nn.norms import batch_norm_type
 
 Call = Callable[..., Any]
@@ -33,6 +34,8 @@ def quick_nodes(model: nn.Module, block: Block) -> dict[fx.Node, Call]:
             found[node] = partial(_norm, module, bound)
             if relu is not None and bound is not None:
                 found[relu] = _as_it_is
+        elif isinstance(module, QuantConv2d) and depthwise.fits(module):
+            found[node] = partial(_depthwise, module)
     return found
 
 
@@ -58,6 +61,14 @@ def _norm(norm: SwitchableBatchNorm, relu_max: float | None, input: Tensor) -> T
     if relu_max is None:
         return found
     return torch.relu(found) if relu_max == math.inf else F.relu6(found)
+
+
+def _depthwise(layer: QuantConv2d, input: Tensor) -> Tensor:
+    """What `layer` computes."""
+    x, weight = layer.quantized_input(input), layer.quantized_weight()
+    if depthwise.can_convolve(x, weight):
+        return depthwise.convolve(x, weight, layer)
+    return layer.kind.product(layer, x, weight, layer.bias)
 
 
 def _as_it_is(input: Tensor, **settings: Any) -> Tensor:
