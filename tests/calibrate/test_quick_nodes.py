@@ -1,13 +1,16 @@
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitdial import set_bits
+from bitdial import QuantConfig, prepare, set_bits
 from bitdial.calibrate.blocks import find_blocks
 from bitdial.calibrate.quick_nodes import quick_nodes
 from bitdial.calibrate.values import run
 
-from .conftest import mobile, prepared
+from .conftest import images, mobile, prepared, settled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,6 +48,39 @@ def test_norms_take_the_relu_behind_them_along() -> None:
     norms = ["first.expand.1", "first.filter.1", "first.project.1"]
     assert [name for name in names if name.endswith(".1")] == norms
     assert [name for name in names if name.endswith(".2")] == ["first.expand.2", "first.filter.2"]
+
+
+class Relus(nn.Module):
+    """A ReLU module by the name of a method, one by function with settings, one behind a norm that is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 1, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+        self.relu, self.head = nn.ReLU(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norms[0](self.first(x)))
+        x = F.relu(self.norms[1](self.second(x)), True)
+        x = self.norms[2](self.third(x))
+        return self.head((x + x.relu()).mean(dim=(2, 3)))
+
+
+def test_relus_of_all_kinds() -> None:
+    x = images(4)
+    model = prepare(settled(Relus(), images(64)), QuantConfig(bit_choices=(8, 3)), x).to(DEVICE)
+    blocks = find_blocks(model)
+    nodes = [node for block in blocks for node in block.nodes]
+    whole = replace(blocks[0], nodes=tuple(nodes), gives=blocks[-1].gives)
+    quick, inputs = quick_nodes(model, whole), {nodes[0]: x.to(DEVICE)}
+    assert [str(node.target) for node in quick if node.op == "call_module"] == [
+        "norms.0", "relu", "norms.1", "norms.2"
+    ]  # fmt: skip
+    assert [node.target for node in quick if node.op != "call_module"] == [F.relu]
+    found, wanted = run(model, nodes, dict(inputs), quick)[nodes[-1]], run(model, nodes, dict(inputs))[nodes[-1]]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 if DEVICE == "cuda" else 0.0)
+    model.get_submodule("relu").register_forward_hook(lambda module, args, out: None)
+    assert "relu" not in {str(node.target) for node in quick_nodes(model, whole)}
 
 
 def test_what_somebody_watches_is_called() -> None:

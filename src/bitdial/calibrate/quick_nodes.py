@@ -49,8 +49,9 @@ def _module(model: nn.Module, node: fx.Node | None) -> nn.Module | None:
 
 def _relu_max(model: nn.Module, node: fx.Node | None) -> float | None:
     """The upper bound of the ReLU that `node` is, None if it is none."""
-    module = _module(model, node)
-    return RELU_BOUNDS.get(type(module) if module is not None else node and node.target)
+    if node is None:
+        return None
+    return RELU_BOUNDS.get(type(_module(model, node)) if node.op == "call_module" else node.target)
 
 
 def _norm(norm: SwitchableBatchNorm, relu_max: float | None, input: Tensor) -> Tensor:
@@ -71,5 +72,6 @@ def _depthwise(layer: QuantConv2d, input: Tensor) -> Tensor:
     return layer.kind.product(layer, x, weight, layer.bias)
 
 
-def _as_it_is(input: Tensor, **settings: Any) -> Tensor:
+def _as_it_is(input: Tensor, *settings: Any, **more: Any) -> Tensor:
+    """`input`: what a ReLU gives whose norm has done its work; it is called with all that the ReLU was."""
     return input
