@@ -29,7 +29,7 @@ def mask(source: Draws, count: int = 20_000, most: int = 127) -> Tensor:
 def test_the_share_that_is_dropped(most: int) -> None:
     found = mask(draws(), 100_003, most).float()
     assert abs(float(found.mean()) - (most + 1) / 256) < 5e-3
-    for offset in (1, 4, 16, 512, 8192):  # neighbours, lanes, runs, programs
+    for offset in (1, 4, 16, 128, 2048):  # neighbours, lanes, runs, programs
         both = (found[offset:] * found[:-offset]).mean()
         assert abs(float(both) - ((most + 1) / 256) ** 2) < 8e-3, offset
 
@@ -113,4 +113,4 @@ def test_the_kernels_compile(compiled: Any) -> None:
     drop(value, torch.ones(4096, requires_grad=True), draws(), 127).sum().backward()
     assert [launch.name for launch in compiled] == ["_drop_forward", "_drop_backward"]
     assert [launch.spilled for launch in compiled] == [0, 0]
-    assert compiled["_drop_forward"].count(r"st\.global\.v4") > 0
+    assert [launch.count(r"bar\.sync") for launch in compiled] == [0, 0], "words stay in their threads"

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from bitdial.kernels.conv_shape import ConvShape
 
-PIXELS = 1024  # of a tile
-SUMMED = 2048  # of a tile of the weight's gradient
+PIXELS = 512  # of a tile
+SUMMED, SUMMING_WARPS = 2048, 8  # of a tile of the weight's gradient
 
 
 @triton.jit
 def _pixels(count, C, H: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of this program's tile: the plane of memory that a pixel is in, its row and column, and whether it is there."""
-    p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.max_contiguous(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), 1)  # neighbours to neighbouring threads
     return p // (H * W) * C + tl.program_id(1), p // W % H, p % W, p < count
 
 
@@ -140,7 +140,7 @@ def weight_gradient(x: Tensor, grad: Tensor, shape: ConvShape) -> Tensor:
     count, grid, settings = _launch(shape, grad, SUMMED)
     size = (grid[0], shape.channels, 1, shape.rows, shape.columns)
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    _depthwise_weight_gradient[grid](x, grad, parts, count, shape.channels, **settings)
+    _depthwise_weight_gradient[grid](x, grad, parts, count, shape.channels, num_warps=SUMMING_WARPS, **settings)
     return parts.sum(dim=0) if len(parts) > 1 else parts[0]
 
 

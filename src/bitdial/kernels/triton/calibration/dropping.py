@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES = 512  # elements of a run
+LANES = 128  # elements of a run: one for each thread, so that words stay where they are drawn
 RUNS = tl.constexpr(16)
 
 
