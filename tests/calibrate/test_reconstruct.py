@@ -93,8 +93,9 @@ def test_the_share_that_is_dropped() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_recorded_iteration_learns_what_an_eager_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CalibrateConfig(effort="full", iterations=100, batch_size=16, drop=0.0)
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_a_recorded_iteration_learns_what_an_eager_one_does(monkeypatch: pytest.MonkeyPatch, drop: float) -> None:
+    config = CalibrateConfig(effort="full", iterations=100, batch_size=16, drop=drop)
     batches = [x.cuda() for x in images(64).split(16)]
 
     def errors() -> list[float]:

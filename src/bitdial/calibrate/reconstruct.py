@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from bitdial.calibrate.blocks import Block
 from bitdial.calibrate.config import CalibrateConfig
+from bitdial.calibrate.quick_nodes import quick_nodes
 from bitdial.calibrate.values import Environment, Values, run
 from bitdial.dial.dial import resolve_plan, set_bits
 from bitdial.dial.plan import BitPlan
 from bitdial.errors import QuantizationError, TrainingError
 from bitdial.functional.granularity import values_by_scale
 from bitdial.kernels.cuda_graph import StepGraphs
+from bitdial.kernels.dropping import Draws, can_drop, drop
 from bitdial.nn import QuantLayer
 
 log = logging.getLogger(__name__)
@@ -133,6 +135,7 @@ class Reconstruction:
             for some in (self.weights, self.scales, self.norms):
                 some[:] = [one for one in some if id(one.parameter) in kept]
         self.learned = [*self.weights, *self.scales, *self.norms]
+        self.quick, self.draws = quick_nodes(model, block), Draws(generator)
 
     def _act_scales(self) -> list[nn.Parameter]:
         quantizers = [layer.act_quantizer for layer in self.layers if layer.act_quantizer is not None]
@@ -194,10 +197,11 @@ class Reconstruction:
     def _gradients(self, samples: "_Samples", chosen: Tensor | int) -> dict[int, Tensor]:
         """The error at each width on some samples; gradients of the loss are added to the parameters'."""
         block, nodes, errors = self.block, samples.nodes, dict[int, Tensor]()
+        self.draws.next_iteration()
         given, wanted, counts = samples.plain(chosen), samples.wanted(chosen), samples.counts(chosen)
         for bits, plan in self.settings.items():
             set_bits(self.model, plan)
-            found = run(self.model, block.nodes, self._mixed(samples.quantized(bits, chosen), given))
+            found = run(self.model, block.nodes, self._mixed(samples.quantized(bits, chosen), given), self.quick)
             apart = [(found[n] - wanted[n]).square().mul(counts[n]).mean() / samples.energies[n] for n in nodes]
             error = torch.stack(apart).mean()
             (self.config.importance_of(bits) * torch.log(error + self.config.tolerance)).backward()
@@ -245,16 +249,18 @@ class Reconstruction:
         return {node: self._drop(value, plain[node]) for node, value in given.items()}
 
     def _drop(self, value: Any, plain: Any) -> Any:
-        """`value`, with a share of its elements from `plain`."""
+        """`value`, with a share of its elements from `plain`, in steps of 1/256."""
         if not isinstance(value, Tensor) or not value.is_floating_point() or not self.config.drop:
             return value
-        return torch.where(self._drawn(value), plain, value)
+        most = max(round(256 * self.config.drop), 1) - 1
+        if can_drop(value, plain):
+            return drop(value, plain, self.draws, most)
+        return torch.where(self._drawn(value, most), plain, value)
 
-    def _drawn(self, like: Tensor) -> Tensor:
-        """Which elements stay in float, in steps of 1/256: a byte decides, for whole words take long to draw."""
+    def _drawn(self, like: Tensor, most: int) -> Tensor:
+        """Which elements stay in float: those whose byte is at most `most`, for whole words take long to draw."""
         words = torch.empty(-(-like.numel() // 8), dtype=torch.int64, device=like.device)
         words.random_(-(2**63), None, generator=self.generator)
-        most = max(round(256 * self.config.drop), 1) - 1
         return (words.view(torch.uint8)[: like.numel()] <= most).view(like.shape)
 
     @contextmanager

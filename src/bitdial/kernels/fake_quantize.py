@@ -31,7 +31,7 @@ class _Activation(torch.autograd.Function):
     ) -> Tensor:
         from bitdial.kernels.triton.training import quantize as triton_quantize
 
-        x = _dense(x)
+        x = dense(x)
         ctx.save_for_backward(x, scale, whole)
         ctx.codes = codes
         return triton_quantize.act_forward(x, codes, whole, value_type(x))
@@ -42,7 +42,7 @@ class _Activation(torch.autograd.Function):
         from bitdial.kernels.triton.training import quantize as triton_quantize
 
         x, scale, whole = ctx.saved_tensors
-        grad = _like(grads[0], x)
+        grad = like(grads[0], x)
         grad_x, *sums = triton_quantize.act_backward(grad, x, ctx.codes, whole)
         grad_scale, grad_zero = (None if s is None else s.reshape(scale.shape) for s in sums)
         return grad_x, grad_scale, grad_zero, None, None
@@ -81,7 +81,7 @@ class _Weight(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, scale: Tensor, codes: WeightCodes) -> Tensor:
         from bitdial.kernels.triton.training import quantize as triton_quantize
 
-        weight = _dense(weight)
+        weight = dense(weight)
         ctx.save_for_backward(weight, scale)
         ctx.codes = codes
         return triton_quantize.weight_forward(weight, codes, value_type(weight))
@@ -92,7 +92,7 @@ class _Weight(torch.autograd.Function):
         from bitdial.kernels.triton.training import quantize as triton_quantize
 
         weight, _ = ctx.saved_tensors  # looks whether they have changed since
-        return *triton_quantize.weight_backward(_like(grads[0], weight), weight, ctx.codes), None
+        return *triton_quantize.weight_backward(like(grads[0], weight), weight, ctx.codes), None
 
 
 class _GroupedWeight(torch.autograd.Function):
@@ -150,13 +150,13 @@ def quantize_weight_by(weight: Tensor, codes: WeightCodes) -> Tensor:
     return bf.apply(_Weight, weight, codes.scale, codes)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     """`x` itself if its elements fill its memory without gaps or overlaps, in whatever order; else a copy."""
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
         return x
     return x.contiguous()
 
 
-def _like(grad: Tensor, x: Tensor) -> Tensor:
+def like(grad: Tensor, x: Tensor) -> Tensor:
     """`grad` in the memory layout of `x`."""
     return grad if grad.stride() == x.stride() else torch.empty_like(x, dtype=grad.dtype).copy_(grad)
