@@ -5,6 +5,7 @@ bit for bit, what the formula here returns. So it is with Llama, SmolLM2, Qwen2 
 Everything else stays as it is, and so does all of a model on the CPU and of one that is spread over processes.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ from bitdial.prepare.model_call import evaluating
 from bitdial.train.perplexity import token_logits
 from bitdial.train.sharding import is_sharded
 
+log = logging.getLogger(__name__)
+
 ROTARY = "apply_rotary_pos_emb"  # in the files of transformers' models
 NORM_PARTS = {"weight"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -45,8 +48,10 @@ def fused_blocks(*models: nn.Module, tokens: Tensor) -> Iterator[None]:
     fusible = [unwrap(model) for model in models if _on_gpu(model)]
     with ExitStack() as stack:
         for model in fusible:
-            for module, forward in _found(model, tokens):
+            found = _found(model, tokens)
+            for module, forward in found:
                 stack.enter_context(_replaced(module, forward))
+            log.info("%s: %d modules run by fused kernels", type(model).__name__, len(found))
         for file in _rotary_files(fusible):
             stack.enter_context(_rotating(file))
         yield
@@ -92,7 +97,11 @@ def _known(model: nn.Module, tokens: Tensor) -> dict[nn.Module, Forward]:
 
     def compare(module: nn.Module, args: tuple[Any, ...], settings: dict[str, Any], output: Any) -> None:
         if module not in same:
-            same[module] = _returns(output, partial(formulas[module], module, *args, **settings))
+            formula = formulas[module]
+            same[module] = _returns(output, partial(formula, module, *args, **settings))
+            if formula is _norm and same[module]:  # also of the type that products have under autocast
+                half = args[0].bfloat16()
+                same[module] = _returns(module.forward(half), partial(_norm, module, half))
 
     with evaluating(model), ExitStack() as stack:
         model.train()  # what drops values out is seen to do so
