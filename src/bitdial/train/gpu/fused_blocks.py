@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 ROTARY = "apply_rotary_pos_emb"  # in the files of transformers' models
 NORM_PARTS = {"weight"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ACTIVATIONS = {"SiLU", "SiLUActivation"}
 BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 Forward = Callable[..., Any]
@@ -124,15 +125,21 @@ def _returns(output: Any, formula: Callable[[], Tensor]) -> bool:
 def _formula(module: Any) -> Forward | None:
     """What `module` should return, to judge by its class and its parts."""
     parts, own = {name for name, _ in module.named_children()}, {name for name, _ in module.named_parameters()}
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return None  # someone else changes what it does
+    if _watched(module):
+        return None
     if type(module).__name__.endswith("RMSNorm") and own == NORM_PARTS and hasattr(module, "variance_epsilon"):
         return _norm
-    if parts == MLP_PARTS and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation"):
+    if parts == MLP_PARTS and type(module.act_fn).__name__ in ACTIVATIONS and not _watched(module.act_fn):
         return _mlp
     if parts == BLOCK_PARTS and {name for name, _ in module.self_attn.named_children()} >= PROJECTIONS:
         return _block
     return None
+
+
+def _watched(module: Any) -> bool:
+    """Whether someone else changes what `module` does, or looks at it."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return "forward" in vars(module) or any(hooks)
 
 
 def _norm(norm: Any, x: Tensor) -> Tensor:
