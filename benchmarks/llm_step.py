@@ -3,6 +3,7 @@
     python benchmarks/llm_step.py                        # SmolLM2-135M's shape, random weights; results/llm-step.json
     python benchmarks/llm_step.py --model DIR            # the model of a transformers folder
     python benchmarks/llm_step.py --record               # joint steps as one CUDA graph, as `train llm --record`
+    python benchmarks/llm_step.py --record --unfused     # without fused kernels in the blocks
 
 A float step is forward, cross-entropy, backward and Adam, in bfloat16 on a GPU. A joint step has the float model's
 logits and each width's forward, divergence, backward and update. Embeddings and head stay as they are in both. `ratio`
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from bitdial import JointStep, QuantConfig, TrainConfig, prepare
 from bitdial.recipes.llm import flat_logits, token_loss
 from bitdial.recipes.whole_rows import whole_rows
+from bitdial.train.gpu.fused_blocks import fused_blocks
 
 WARM_UP = 6  # steps, of which some run as they are before one is recorded
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +50,7 @@ def float_model(folder: Path | None, **shape: Any) -> nn.Module:
 
 
 def measure(
-    model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds: int, record: bool = False
+    model: nn.Module, tokens: Tensor, widths: tuple[int, ...], *, rounds: int, record: bool = False, fuse: bool = True
 ) -> dict[str, Any]:
     """Seconds and bytes of both kinds of steps on `tokens` (rows, length + 1)."""
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -75,7 +77,8 @@ def measure(
     step = JointStep(
         prepared, settings, steps_per_epoch=100 * rounds, loss=token_loss, teacher=model, output=flat_logits
     )
-    with whole_rows(prepared, model, tokens=inputs[:2, :16]):
+    some, fusible = inputs[:2, :16], (prepared, model) if fuse else ()
+    with whole_rows(prepared, model, tokens=some), fused_blocks(*fusible, tokens=some):
         joint = timed(lambda: step(inputs, targets), rounds, on_gpu)
     return {
         "float": plain,
@@ -111,6 +114,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="joint steps as one CUDA graph")
+    parser.add_argument("--unfused", action="store_true", help="blocks of joint steps as transformers has them")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "llm-step.json", help="a file of rows")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -118,11 +122,13 @@ def main() -> None:
     model = float_model(options.model, **SMOLLM2).to(device)
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     tokens = torch.randint(0, vocabulary, (options.batch, options.length + 1), device=device)
-    found = measure(model, tokens, tuple(options.bits), rounds=options.rounds, record=options.record)
+    found = measure(
+        model, tokens, tuple(options.bits), rounds=options.rounds, record=options.record, fuse=not options.unfused
+    )
     row = {
         "model": "SmolLM2-135M's shape" if options.model is None else options.model.resolve().name,
         "bit_choices": options.bits, "batch": options.batch, "length": options.length,
-        "recorded": options.record, **found,
+        "recorded": options.record, "fused": not options.unfused, **found,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__, "seed": 0, "command": command("llm_step"),
     }  # fmt: skip

@@ -37,6 +37,7 @@ from bitdial.recipes.run import RecipeRun
 from bitdial.recipes.whole_rows import whole_rows
 from bitdial.train import Callback, History, TrainConfig, distributed, evaluate, train
 from bitdial.train.callbacks import Run
+from bitdial.train.gpu.fused_blocks import fused_blocks
 from bitdial.train.perplexity import perplexity
 from bitdial.train.sharding import shard, whole
 from bitdial.train.tokens import TokenData
@@ -130,7 +131,7 @@ def _train(
         distill="teacher",
         checkpoint_every=options.checkpoint_every,
         cuda_graph=options.record,
-        fused=False,  # models of transformers are called as they are
+        fused=False,  # models of transformers have kernels of their own: `fused_blocks`
     )
     trained = model = _prepared(run, language, data, artifact)
     if options.shard:
@@ -141,7 +142,8 @@ def _train(
     widths = tuple(run.settings["bit_choices"])
     held_out: Any = texts.held_out.split(ROWS_TOGETHER)  # rows are their own targets
     watch = _Watch(teacher, held_out, widths, options.batch * options.length, say)
-    with whole_rows(model, teacher, tokens=texts.held_out[:2, :TOKENS_TO_COMPARE].to(device)):
+    some = texts.held_out[:2, :TOKENS_TO_COMPARE].to(device)
+    with whole_rows(model, teacher, tokens=some), fused_blocks(model, teacher, tokens=some):
         history = train(
             model,
             data,
