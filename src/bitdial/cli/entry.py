@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 
+from bitdial.cli.allocator import keep_freed_memory
 from bitdial.cli.detection_options import DETECTOR
 from bitdial.cli.llm_options import LLM
 from bitdial.cli.parser import build_parser
@@ -21,7 +22,9 @@ ANSWERED_AS_USAGE = ("calibrate", "calibrate-llm", "eval-llm", "search-llm", f"t
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 an error that was explained, 2 wrong usage, 130 interrupted."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:  # the process is this command's
+        keep_freed_memory()
+        arguments = sys.argv[1:]
     options = build_parser().parse_args(arguments)
     options.command = shlex.join(["bitdial", *arguments])
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
