@@ -221,7 +221,7 @@ def pytest_collection_finish() -> None:
 
 
 def translate_operators_once() -> None:
-    """Let torch's exporter translate and list the operators of ONNX Script once, not at each export: a third of it."""
+    """Let torch's exporter translate and list the operators of ONNX Script once, not at each export."""
     if "onnxscript" not in sys.modules:
         return
     from torch.onnx._internal import _lazy_import
