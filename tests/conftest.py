@@ -36,8 +36,18 @@ def quicken_the_interpreter() -> None:
     """
     from triton.runtime import interpreter
 
-    names = ("_patch_lang", "_LangPatchScope", "interpreter_builder", "tl", "_get_np_dtype")
+    names = (
+        "_patch_lang",
+        "_LangPatchScope",
+        "interpreter_builder",
+        "interpreter_semantic",
+        "tl",
+        "_get_np_dtype",
+        "_patch_attr",
+    )
     if not all(hasattr(interpreter, name) for name in names):
+        return
+    if [*inspect.signature(interpreter._patch_attr).parameters] != ["obj", "name", "member", "builder", "scope"]:
         return
     builder = interpreter.interpreter_builder
     if getattr(builder.options, "sanitize_overflow", False) and not builder.options.debug:
@@ -58,22 +68,34 @@ def quicken_the_interpreter() -> None:
             rewire(function)
         return interpreter._LangPatchScope()  # without changes: nothing is set back
 
-    interpreter._patch_lang = rewire_once
+    def hand_over(place: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        plain = getattr(member, "__wrapped__", member)  # what it is wrapped in only looks for the semantic
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return plain(*args, **kwargs)
+
+        scope.set_attr(place, name, called)
+
+    interpreter._patch_lang, interpreter._patch_attr = rewire_once, hand_over
     remember_types(interpreter)
+    remember_operands(interpreter)
 
 
 def remember_types(interpreter: Any) -> None:
     """Let the interpreter find NumPy's type of a Triton type, and the sizes of a shape, once instead of every time."""
     block, tensor, row = interpreter.tl.block_type, interpreter.tl.tensor, interpreter.tl.tuple
     take_apart, start_block, start_tensor = interpreter._get_np_dtype, block.__init__, tensor.__init__
-    compare, same = row.__eq__, interpreter.tl.constexpr(True)
+    translate, compare, same = block.to_ir, row.__eq__, interpreter.tl.constexpr(True)
     if [*inspect.signature(start_block).parameters] != ["self", "element_ty", "shape"]:
         return
     if [*inspect.signature(start_tensor).parameters] != ["self", "handle", "type"]:
         return
     numbers: dict[str, Any] = {}
     blocks: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, dict[str, Any]] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    others: dict[tuple[str, str], Any] = {}
+    plain: dict[str, Any] = {}
 
     def number_of(kind: Any) -> Any:
         name = kind.scalar.name
@@ -90,18 +112,82 @@ def remember_types(interpreter: Any) -> None:
             blocks[key] = made | {"shape": first["shape"]}  # one object for a shape, so that most are found the same
         self.__dict__.update(blocks[key], element_ty=element_ty)
 
+    def block_of(self: Any, scalar_ty: Any) -> Any:
+        key = self.name, scalar_ty.name
+        if key not in others:
+            others[key] = block(scalar_ty, self.shape)
+        return others[key]
+
+    def to_ir(self: Any, builder: Any) -> Any:
+        if self.name not in plain:
+            plain[self.name] = translate(self, builder)
+        return plain[self.name]
+
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else None
+        key = type.name if type.is_block() else None
         if key not in shapes:
             start_tensor(self, handle, type)
-            shapes[key] = {name: value for name, value in vars(self).items() if name in ("shape", "numel")}
-        self.__dict__.update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+            shapes[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
 
     def equal(self: Any, other: Any) -> Any:
         return same if self is other else compare(self, other)
 
     interpreter._get_np_dtype, block.__init__, tensor.__init__ = number_of, make_block, make_tensor
-    row.__eq__ = equal
+    block.with_element_ty, block.to_ir, row.__eq__ = block_of, to_ir, equal
+
+
+def remember_operands(interpreter: Any) -> None:
+    """Let the interpreter take two blocks of one type as they are, and make the block of a constant once.
+
+    It comes to that after a dozen questions about their types, which are most of its work.
+    """
+    core, semantic = interpreter.tl.core, type(interpreter.interpreter_semantic)
+    dtype, tensor = core.dtype, core.tensor
+    needed = (
+        (semantic, "binary_op_type_checking_impl"),
+        (semantic, "broadcast_impl_value"),
+        (core, "_unwrap_if_constexpr"),
+    )
+    if not all(hasattr(where, name) for where, name in needed):
+        return
+    match, fit, unwrap = (getattr(where, name) for where, name in needed)
+    flags = {"allow_lhs_ptr": False, "allow_rhs_ptr": False, "arithmetic_check": True, "div_or_mod": False}
+    asked = inspect.signature(match).parameters.values()
+    if {p.name: p.default for p in asked if p.default is not p.empty} != flags:
+        return
+    constants: dict[Any, Any] = {}
+    leaves, compare = {tensor, dtype, int, bool, type(None)}, dtype.__eq__
+
+    def match_once(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple[Any, Any]:
+        if type(lhs) is not tensor or named:
+            return match(self, lhs, rhs, *options, **named)
+        kind = lhs.type
+        if type(rhs) is tensor:  # a quotient of 16 bits is computed in 32: the fourth of the options
+            if kind.name == rhs.type.name and len(options) < 4 and not kind.scalar.is_ptr():
+                return lhs, rhs
+            return match(self, lhs, rhs, *options)
+        key = kind.name, type(rhs), rhs, options
+        if key not in constants:
+            left, right = match(self, lhs, rhs, *options)
+            if left is not lhs:
+                return left, right
+            constants[key] = right
+        return lhs, constants[key]
+
+    def fit_once(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if same else fit(self, lhs, rhs)
+
+    def unwrap_at_once(value: Any) -> Any:
+        return value if type(value) in leaves else unwrap(value)
+
+    def equal(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is dtype else compare(self, other)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = match_once, fit_once
+    core._unwrap_if_constexpr, dtype.__eq__ = unwrap_at_once, equal
 
 
 # What a shell starts in the background ignores Ctrl-C, and so do its children; Python then has no handler for it.
@@ -135,14 +221,26 @@ def pytest_collection_finish() -> None:
 
 
 def translate_operators_once() -> None:
-    """Let torch's exporter translate the operators of ONNX Script once, not at each export: a fifth of its time."""
+    """Let torch's exporter translate and list the operators of ONNX Script once, not at each export."""
     if "onnxscript" not in sys.modules:
         return
     from torch.onnx._internal import _lazy_import
+    from torch.onnx._internal.exporter import _registration
 
     scripts = getattr(_lazy_import, "onnxscript_apis", None)
     if hasattr(scripts, "get_torchlib_ops"):
         scripts.get_torchlib_ops = functools.cache(scripts.get_torchlib_ops)
+    registry = getattr(_registration, "ONNXRegistry", None)
+    if registry is not None and set(vars(registry())) == {"_opset_version", "functions"}:
+        listed = functools.cache(registry.from_torchlib)
+
+        def from_torchlib(opset_version: int = _registration._constants.TORCHLIB_OPSET) -> Any:
+            fresh, once = registry(), listed(opset_version)
+            fresh._opset_version = once._opset_version
+            fresh.functions = {target: [*found] for target, found in once.functions.items()}
+            return fresh
+
+        registry.from_torchlib = staticmethod(from_torchlib)
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tests/kernels", "tests/live", "tests/train/gpu")
+FOLDERS = {"tests/kernels": 10, "tests/live": 10, "tests/train/gpu": 10, "tests/benchmarks": 5}  # and more tests than
 
 
 @pytest.mark.slow
@@ -27,8 +27,8 @@ def test_kernels_under_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-5000:]
-    for folder in FOLDERS:
-        assert len(re.findall(rf"^PASSED {folder}/", done.stdout, re.MULTILINE)) > 10, folder
+    for folder, least in FOLDERS.items():
+        assert len(re.findall(rf"^PASSED {folder}/", done.stdout, re.MULTILINE)) > least, folder
 
 
 def test_every_marked_test_is_in_one_of_the_folders() -> None:
@@ -38,4 +38,4 @@ def test_every_marked_test_is_in_one_of_the_folders() -> None:
         if "mark.interpreter" in path.read_text(encoding="utf-8") and path != Path(__file__).resolve()
     ]
     assert len(marked) > 5
-    assert [path for path in marked if not path.startswith(FOLDERS)] == []
+    assert [path for path in marked if not path.startswith((*FOLDERS,))] == []

@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,11 +29,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_smoke_run_writes_a_row_for_each_variant(tmp_path: Path) -> None:
+def test_smoke_run_writes_a_row_for_each_variant(run_here: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     options = ["--smoke", "--device", "cpu", "--models", "resnet20", "--rounds", "1", "--out", str(out)]
     options += ["--process-group"]
-    subprocess.run([sys.executable, str(FOLDER / "train_step.py"), *options], check=True, timeout=300)
+    run_here("train_step.py", *options)
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert set(rows) >= {"float", "joint", "eager", "float eager"}
     assert not [row for row in rows.values() if "error" in row]
@@ -96,10 +96,10 @@ def test_results_go_to_a_file_by_device(script: ModuleType, device: str, name: s
 
 
 @pytest.mark.slow
-def test_training_cost_counts_every_width_once(tmp_path: Path) -> None:
+def test_training_cost_counts_every_width_once(run_here: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
     options = ["--tiny", "--device", "cpu", "--rounds", "1", "--out", str(out)]
-    subprocess.run([sys.executable, str(FOLDER / "training_cost.py"), *options], check=True, timeout=300)
+    run_here("training_cost.py", *options)
     rows = json.loads(out.read_text())["rows"]
     assert [row["bit_choices"] for row in rows] == [[8, 6, 4, 2], [4, 3, 2]]
     for row in rows:

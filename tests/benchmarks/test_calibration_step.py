@@ -2,8 +2,7 @@
 
 import importlib
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +18,10 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_a_row_for_each_path_and_each_kernel(tmp_path: Path) -> None:
+def test_a_row_for_each_path_and_each_kernel(run_here: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     arguments = ["--tiny", "--rounds", "1", "--device", "cpu"]
-    subprocess.run(
-        [sys.executable, str(FOLDER / "calibration_step.py"), *arguments, "--out", str(out)], check=True, timeout=300
-    )
+    run_here("calibration_step.py", *arguments, "--out", str(out))
     record = json.loads(out.read_text())
     assert record["complete"] is True
     assert record["command"] == f"python benchmarks/calibration_step.py {' '.join(arguments)}"

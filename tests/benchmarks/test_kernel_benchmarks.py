@@ -1,4 +1,8 @@
-"""The benchmarks of the packed kernels run as far as a machine without a GPU can take them."""
+"""The benchmarks of the packed kernels run as far as a machine without a GPU can take them.
+
+What needs Triton's interpreter runs with the other tests of kernels (`test_interpreter.py`), but for one script, which
+turns it on by itself.
+"""
 
 import importlib.util
 import json
@@ -13,15 +17,15 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+Run = Callable[..., str]
 
 
-def run(script: str, *arguments: str) -> str:
-    """Run a benchmark; what it printed."""
+def run(script: str, *arguments: str) -> None:
+    """Run a benchmark in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(FOLDER / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture
@@ -52,11 +56,11 @@ def test_linear_writes_a_row_for_each_contender(tmp_path: Path) -> None:
     assert {"N", "K", "M", "act_bits", "speedup_vs_bf16", "floor_share"} <= set(record["rows"][0])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_linear_has_groups_beside_a_scale_per_row(tmp_path: Path) -> None:
+@pytest.mark.interpreter(only=True)
+def test_linear_has_groups_beside_a_scale_per_row(run_here: Run, tmp_path: Path) -> None:
     out = tmp_path / "linear.json"
     arguments = "--tiny --rounds 1 --bits 2 --shapes 16x256 --tokens 1 --kernels nested --group-size 0 64 96 --floats"
-    printed = run("linear.py", *arguments.split(), "--peers", "--out", str(out))
+    printed = run_here("linear.py", *arguments.split(), "--peers", "--out", str(out))
     record = json.loads(out.read_text())
     times = {row["kernel"]: row["us"] for row in record["rows"]}
     assert list(times) == ["bf16", "nested", "nested g64", "nested g64f"]  # 96 does not divide 256 columns
@@ -99,10 +103,10 @@ def test_a_run_that_ends_half_way_leaves_its_rows(
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_sweep_names_the_best_settings() -> None:
+@pytest.mark.interpreter(only=True)
+def test_the_sweep_names_the_best_settings(run_here: Run) -> None:
     arguments = "--tiny --sweep --rounds 1 --bits 2 --shapes 16x256 --tokens 1 --kernels nested"
-    printed = run("linear.py", *arguments.split(), "--few", "1,2,1,1,1,0 1,1,1,0,1,0,1", "--group-size", "64")
+    printed = run_here("linear.py", *arguments.split(), "--few", "1,2,1,1,1,0 1,1,1,0,1,0,1", "--group-size", "64")
     assert "best nested g64 M 1 w2: 1," in printed
 
 
@@ -138,10 +142,10 @@ def test_wrong_results_are_not_timed(linear: ModuleType) -> None:
         linear.check("kernel", torch.full((2,), torch.nan), torch.ones(2), 0.02)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_switch_writes_rows_and_ends_as_freshly_made(tmp_path: Path) -> None:
+@pytest.mark.interpreter(only=True)
+def test_switch_writes_rows_and_ends_as_freshly_made(run_here: Run, tmp_path: Path) -> None:
     out = tmp_path / "switch.json"
-    run("switch.py", "--tiny", "--rounds", "1", "--out", str(out))
+    run_here("switch.py", "--tiny", "--rounds", "1", "--out", str(out))
     record = json.loads(out.read_text())
     assert record["complete"] is True
     rows = record["rows"]
@@ -167,10 +171,10 @@ def test_switch_writes_rows_and_ends_as_freshly_made(tmp_path: Path) -> None:
     assert not record["random"]
 
 
-def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
+def test_memory_counts_what_each_scheme_holds(run_here: Run, tmp_path: Path) -> None:
     """From first principles: nested has the widest choice once; double_rounding a master of 8 bits beside it."""
     out = tmp_path / "memory.json"
-    run("memory.py", "--tiny", "--device", "cpu", "--out", str(out))
+    run_here("memory.py", "--tiny", "--device", "cpu", "--out", str(out))
     record = json.loads(out.read_text())
     assert record["complete"] is True
     rows = record["rows"]
@@ -195,10 +199,10 @@ def test_memory_counts_what_each_scheme_holds(tmp_path: Path) -> None:
         assert networks[kernels]["peak"] >= 0
 
 
-def test_decoding_on_the_cpu_has_a_row_for_each_contender(tmp_path: Path) -> None:
+def test_decoding_on_the_cpu_has_a_row_for_each_contender(run_here: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "decode.json"
-    run("cpu_decode.py", "--tiny", "--bits", "8", "2", "--tokens", "1", "--rounds", "1", "--out", str(out))
+    run_here("cpu_decode.py", "--tiny", "--bits", "8", "2", "--tokens", "1", "--rounds", "1", "--out", str(out))
     record = json.loads(out.read_text())
     assert [row["what"] for row in record["rows"]] == ["bf16", "float32", "8", "2"]
     assert all(row["tokens_per_s"] > 0 for row in record["rows"])

@@ -163,43 +163,45 @@ def test_bad_input_is_refused() -> None:
     assert "one value" in calibrate(prepared(mobile()), torch.ones(32, 3, 8, 8), progress=False).warnings[0]
 
 
-SCRIPT = """
+RUN = """
+from bitdial import CalibrateConfig, calibrate, save
+
+def run(checkpoint, artifact):
+    model = prepared(mobile(), keep_first_last=8)
+    config = CalibrateConfig(effort="full", iterations=4, batch_size=8)
+    report = calibrate(model, list(images(24).split(8)), config, checkpoint=checkpoint, progress=False)
+    return save(model, artifact), report.resumed
+"""
+KILLED = """
 import sys, torch
 sys.path.insert(0, {tests!r})
 from conftest import images, mobile, prepared
-from bitdial import CalibrateConfig, calibrate, save
 from bitdial.calibrate.checkpoint import Checkpoint
 torch.set_num_threads(1)
 write = Checkpoint.write
 def slowly(self, reports):
     write(self, reports)
     print(len(reports), flush=True)
-    if len(reports) == 2 and sys.argv[1] == "kill":
+    if len(reports) == 2:
         sys.stdin.read()  # until it is killed
 Checkpoint.write = slowly
-model = prepared(mobile(), keep_first_last=8)
-config = CalibrateConfig(effort="full", iterations=4, batch_size=8)
-report = calibrate(model, list(images(24).split(8)), config, checkpoint=sys.argv[2], progress=False)
-print(save(model, sys.argv[3]), report.resumed)
+run(*sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-
-    def start(how: str, name: str) -> subprocess.Popen[str]:
-        places = [str(tmp_path / f"{name}{ending}") for ending in (".ckpt", ".safetensors")]
-        words = [sys.executable, str(script), how, *places]
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    killed = start("kill", "a")
+    script, places = tmp_path / "run.py", [str(tmp_path / "a.ckpt"), str(tmp_path / "a.safetensors")]
+    script.write_text(RUN + KILLED.format(tests=str(Path(__file__).parent)))
+    killed = subprocess.Popen(
+        [sys.executable, str(script), *places], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert killed.stdout is not None
     assert [killed.stdout.readline().strip() for _ in range(2)] == ["1", "2"]
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    resumed = start("run", "a").communicate()[0].split()
-    whole = start("run", "b").communicate()[0].split()
-    assert resumed[-1] == "2"
-    assert whole[-1] == "0"
-    assert resumed[-2] == whole[-2], "the digests of both files"
+    here: dict[str, Any] = {"images": images, "mobile": mobile, "prepared": prepared}
+    exec(RUN, here)
+    digest, resumed = here["run"](*places)
+    assert resumed == 2
+    assert here["run"](str(tmp_path / "b.ckpt"), str(tmp_path / "b.safetensors")) == (digest, 0)
