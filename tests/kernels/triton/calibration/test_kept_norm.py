@@ -56,9 +56,13 @@ def test_values_and_gradients(shape: tuple[int, ...], channels_last: bool, relu_
     exact = results(reference, x.double(), copy.deepcopy(norm).double(), relu_max)
     theirs = results(reference, x, copy.deepcopy(norm), relu_max)
     assert can_normalize(norm.to(DEVICE), x.to(DEVICE))
-    for got, wanted, other in zip(results(normalize, x.to(DEVICE), norm, relu_max), exact, theirs, strict=True):
-        most = 2 * float((other - wanted).abs().max()) + SLACK * float(wanted.abs().max())
-        assert float((got - wanted).abs().max()) <= most
+    found = results(normalize, x.to(DEVICE), norm, relu_max)
+    for place, (got, wanted, other) in enumerate(zip(found, exact, theirs, strict=True)):
+        size = float(wanted.abs().max())
+        if place > 1:  # a sum of normal numbers over the rows, which may be far smaller than its parts were on the way
+            size = max(size, math.sqrt(x.numel() / x.shape[1]))
+        most = 2 * float((other - wanted).abs().max()) + SLACK * size
+        assert float((got - wanted).abs().max()) <= most, place
 
 
 @pytest.mark.interpreter(only=True)
