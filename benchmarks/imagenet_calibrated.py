@@ -86,7 +86,8 @@ def arguments() -> argparse.Namespace:
 @torch.no_grad()
 def logits(model: nn.Module, images: ImageBatches, label: str) -> Tensor:
     """The outputs of `model` for all images."""
-    return torch.cat([model(batch).cpu() for batch in tracked(images, label, show=True)])
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        return torch.cat([model(batch).cpu() for batch in tracked(images, label, show=True)])
 
 
 def calibrated(model: nn.Module, images: ImageBatches, widths: tuple[int, ...], effort: str, options: Any) -> nn.Module:
