@@ -131,8 +131,10 @@ def stack(layers: int, size: int) -> nn.Sequential:
 
 def allocated(device: torch.device) -> int:
     """Bytes that tensors hold on the GPU; 0 without one."""
+    if device.type != "cuda":
+        return 0
     gc.collect()
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return torch.cuda.memory_allocated(device)
 
 
 def measure(

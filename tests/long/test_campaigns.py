@@ -61,21 +61,21 @@ def test_kills(scripts: dict[str, ModuleType], tmp_path: Path, monkeypatch: pyte
 
 def test_switches(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     switches = scripts["switches"]
-    monkeypatch.setattr(switches, "EVERY", 5)
+    monkeypatch.setattr(switches, "EVERY", 4)
     for kernels, config in switches.CASES.values():
-        figures, failures = switches.campaign(kernels, config, 20, 0)
+        figures, failures = switches.campaign(kernels, config, 8, 0)
         assert failures == []
-        assert (figures["switches"], figures["compared_with_a_fresh_load"]) == (20, 4)
+        assert (figures["switches"], figures["compared_with_a_fresh_load"]) == (8, 2)
     calls: list[int] = []
 
     def forgetful(model: torch.nn.Module, setting: Any) -> None:
         calls.append(1)
-        if len(calls) in (5, 10, 15, 20):  # the switches that are compared; calls 21 to 24 are those of fresh loads
+        if len(calls) in (4, 8, 12, 16):  # the switches that are compared; calls 17 to 20 are those of fresh loads
             return
         set_bits(model, setting)
 
     monkeypatch.setattr(switches, "set_bits", forgetful)
-    assert len(switches.campaign("float", {}, 20, 0)[1]) >= 3
+    assert len(switches.campaign("float", {}, 16, 0)[1]) >= 3
 
 
 def test_bases(bases: Path) -> None:
