@@ -9,7 +9,7 @@ from typing import Any
 from result_rows import Cells, table
 
 Row = dict[str, Any]
-CALIBRATED, MIXED = "imagenet-calibrated.json", "imagenet-mixed.json"
+CALIBRATED, MIXED, AGREEMENT = "imagenet-calibrated.json", "imagenet-mixed.json", "imagenet-agreement.json"
 EFFORTS = {"none": "round to nearest", "quick": "quick", "medium": "medium", "full": "full"}
 TEXT = """## Pretrained on ImageNet, calibrated
 
@@ -27,6 +27,12 @@ the first and last layer, which have 8 in the uniform plan and any width in the 
 the same bytes. "p" is McNemar's exact test against the uniform plan, on the same images. Rows:
 `results/imagenet-mixed.json`, by `python benchmarks/imagenet_mixed.py`.
 """
+AGREEMENT_TEXT = """### One calibrated file on every engine
+
+Top-1 on the same images by float kernels, by integer kernels, and by onnxruntime from the exported file. "same class"
+is for how many images the answer is that of integer kernels; "exact" says that their logits are those of `code_exact`,
+bit for bit, on the first images. Rows: `results/imagenet-agreement.json`, by `python benchmarks/imagenet_agreement.py`.
+"""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -34,11 +40,10 @@ def read_rows(path: Path) -> list[Row]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def section(rows: Iterable[Row], mixed: Iterable[Row]) -> str:
-    """Both tables; nothing if there are no rows."""
-    rows, mixed = list(rows), list(mixed)
-    parts = [f"{TEXT}\n{_calibrated(rows)}"] if rows else []
-    return "\n".join([*parts, *([f"{MIXED_TEXT}\n{_mixed(mixed)}"] if mixed else [])])
+def section(rows: Iterable[Row], mixed: Iterable[Row], agreement: Iterable[Row] = ()) -> str:
+    """All tables that have rows."""
+    made = ((TEXT, _calibrated, rows), (AGREEMENT_TEXT, _agreement, agreement), (MIXED_TEXT, _mixed, mixed))
+    return "\n".join(f"{text}\n{make(found)}" for text, make, given in made if (found := list(given)))
 
 
 def _calibrated(rows: list[Row]) -> str:
@@ -66,6 +71,26 @@ def _cells(row: Row) -> Cells:
         "s": f"{row['seconds']:.0f}" + (" (other work beside it)" if row.get("busy") else ""),
         "device": row["device"] + (f", {row['threads']} threads" if row["device"] == "cpu" else ""),
     }
+
+
+def _agreement(rows: list[Row]) -> str:
+    engines = {"float": "float kernels", "integer": "integer kernels", "onnxruntime": "onnxruntime"}
+    same = {name: f"same class, {engines[name]}" for name in ("float", "onnxruntime")}
+    head = ["model", "bits", "images", *engines.values(), "exact", *same.values()]
+    return table(
+        head,
+        (
+            {
+                "model": row["model"],
+                "bits": str(row["bits"]),
+                "images": f"{row['images']:,}",
+                **{title: f"{row['top1'][name]:.2f}" for name, title in engines.items()},
+                "exact": "yes" if row["integer_is_exact"] else "no",
+                **{title: f"{row['same_class'][name]:.2f}" for name, title in same.items()},
+            }
+            for row in rows
+        ),
+    )
 
 
 def _mixed(rows: list[Row]) -> str:

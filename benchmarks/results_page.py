@@ -400,7 +400,7 @@ def current_page() -> str:
     figures = [path.name for path in (PAGE.parent / "figures").glob("*.png")]
     mixed = [row for name in mixed_results.FILES for row in mixed_results.read_rows(RESULTS / name)]
     speed, cost = (result_rows.read_measured(RESULTS / f"{name}-h200.json") for name in ("train-step", "training-cost"))
-    files = (imagenet_results.CALIBRATED, imagenet_results.MIXED)
+    files = (imagenet_results.CALIBRATED, imagenet_results.MIXED, imagenet_results.AGREEMENT)
     imagenet = imagenet_results.section(*(imagenet_results.read_rows(RESULTS / name) for name in files))
     language = language_results.section(imagenet_results.read_rows(RESULTS / language_results.FILE))
     return make_page(rows, speed, figures, mixed, cost, (imagenet, language))

@@ -41,3 +41,14 @@ def test_tables(script: ModuleType) -> None:
         "| m | quick | measured | 2.00 | 70.00 | 20.00 | 60.00 | 1e-09 | 64 | 5 |",
         "| m | quick | random, mean of 2 | 2.00 | 70.00 | 20.00 | 2.00 |  | 64 | 5 |",
     ]
+
+
+def test_one_file_on_every_engine(script: ModuleType) -> None:
+    row = {
+        "model": "m", "bits": 4, "images": 2000, "integer_is_exact": True,
+        "top1": {"float": 73.0, "integer": 73.25, "onnxruntime": 73.5},
+        "same_class": {"float": 99.0, "onnxruntime": 98.5},
+    }  # fmt: skip
+    assert script.section([], [], [row]).splitlines()[-1] == (
+        "| m | 4 | 2,000 | 73.00 | 73.25 | 73.50 | yes | 99.00 | 98.50 |"
+    )
