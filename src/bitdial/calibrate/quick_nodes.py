@@ -67,7 +67,7 @@ def _norm(norm: SwitchableBatchNorm, relu_max: float | None, input: Tensor) -> T
 def _depthwise(layer: QuantConv2d, input: Tensor) -> Tensor:
     """What `layer` computes."""
     x, weight = layer.quantized_input(input), layer.quantized_weight()
-    if depthwise.can_convolve(x, weight):
+    if depthwise.can_convolve(x, weight, layer):
         return depthwise.convolve(x, weight, layer)
     return layer.kind.product(layer, x, weight, layer.bias)
 

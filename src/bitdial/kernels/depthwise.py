@@ -1,9 +1,10 @@
 """Depthwise convolutions of images with channels first in float32, as calibration learns them.
 
 PyTorch's kernels for them, the gradients' above all, take many times what their bytes cost. On a GPU with Triton each
-of the three is one pass.
+of the three is one pass. Training has kernels of its own (`training.py`): 16-bit, channels last, with a norm's moments.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from bitdial import functional as bf
 from bitdial.kernels.conv_shape import ConvShape
-from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.dispatch import INDEXABLE, use_triton
 
-INDEXABLE = 2**31
 MOST_CHANNELS = 2**16 - 1  # of a grid
 
 
@@ -57,10 +57,13 @@ def fits(conv: nn.Module) -> bool:
     )
 
 
-def can_convolve(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels run on x: images in float32, channels first in memory."""
+def can_convolve(x: Tensor, weight: Tensor, conv: Any) -> bool:
+    """Whether the kernels run on x for a layer that `fits`: images in float32, channels first in memory."""
     alike = x.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
-    return alike and use_triton(x) and x.dim() == 4 and x.is_contiguous() and 0 < x.numel() < INDEXABLE
+    if not (alike and use_triton(x) and x.dim() == 4 and x.is_contiguous() and x.numel() > 0):
+        return False
+    around = 2 * conv.padding[0]  # the output may be larger than x by this
+    return math.prod((*x.shape[:2], x.shape[2] + around, x.shape[3] + around)) < INDEXABLE
 
 
 def convolve(x: Tensor, weight: Tensor, conv: nn.Conv2d) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 NEEDED_CAPABILITY = (8, 0)  # int8 tensor cores that Triton knows
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INDEXABLE = 2**31  # elements of a tensor, beyond which 32-bit numbers do not count them
 
 
 @functools.cache

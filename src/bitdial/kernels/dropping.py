@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bitdial import functional as bf
-from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.dispatch import INDEXABLE, use_triton
 from bitdial.kernels.fake_quantize import dense, like
-
-INDEXABLE = 2**31
 
 
 class Draws:

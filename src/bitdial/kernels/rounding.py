@@ -7,13 +7,11 @@ twenty operators a column. On a GPU it is one launch for all of them.
 import torch
 from torch import Tensor
 
-from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.dispatch import INDEXABLE, use_triton
 from bitdial.kernels.reference import rounding as reference
 from bitdial.kernels.reference.rounding import Columns, Meanings
 
 __all__ = ["Columns", "Meanings", "round_columns"]
-
-INDEXABLE = 2**31
 
 
 def round_columns(columns: Columns, meanings: Meanings) -> Tensor:

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bitdial.kernels.conv_shape import ConvShape
-from bitdial.kernels.dispatch import use_triton
+from bitdial.kernels.dispatch import INDEXABLE, use_triton
 from bitdial.kernels.fake_quantize import value_type
 from bitdial.kernels.width_table import ActivationCodes, WeightCodes
 
 MOST_CHANNELS = 64  # above, cuDNN's convolutions are good
 FEW_CHANNELS, MANY_PIXELS = 32, 2**16  # so they are above these two, if the filter is larger than a pixel
-INDEXABLE = 2**31
 CONVOLUTION_TYPES = (torch.bfloat16, torch.float16)
 
 

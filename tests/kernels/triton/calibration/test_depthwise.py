@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitdial.kernels import depthwise, dispatch
 from bitdial.kernels.depthwise import can_convolve, convolve, fits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +46,7 @@ def test_values_and_gradients(shape: tuple[int, ...], taps: int, stride: int, pa
     exact, theirs = results(reference, x.double(), weight.double()), results(reference, x, weight)
     x, weight = x.to(DEVICE), weight.to(DEVICE)
     assert fits(conv)
-    assert can_convolve(x, weight)
+    assert can_convolve(x, weight, conv)
     for got, wanted, other in zip(
         results(lambda *given: convolve(*given, conv), x, weight), exact, theirs, strict=True
     ):
@@ -63,7 +64,7 @@ def test_only_what_is_wanted_is_computed() -> None:
 
 
 @pytest.mark.interpreter
-def test_what_else_there_is_goes_to_pytorch() -> None:
+def test_what_else_there_is_goes_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     usual: dict[str, Any] = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "groups": 4, "bias": False}
     assert fits(nn.Conv2d(**usual))
     for odd in (
@@ -74,10 +75,14 @@ def test_what_else_there_is_goes_to_pytorch() -> None:
         assert not fits(nn.Conv2d(**usual | odd)), odd
     assert not fits(nn.Linear(4, 4))
     x, weight = torch.zeros(2, 4, 5, 5, device=DEVICE), torch.zeros(4, 1, 3, 3, device=DEVICE)
-    assert not can_convolve(x.contiguous(memory_format=torch.channels_last), weight)
-    assert not can_convolve(x.double(), weight.double())
+    conv = nn.Conv2d(**usual)
+    assert not can_convolve(x.contiguous(memory_format=torch.channels_last), weight, conv)
+    assert not can_convolve(x.double(), weight.double(), conv)
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert not can_convolve(x, weight)
+        assert not can_convolve(x, weight, conv)
+    monkeypatch.setattr(depthwise, "INDEXABLE", 2 * 4 * 7 * 7)
+    assert can_convolve(x, weight, conv) == dispatch.triton_runs(x)
+    assert not can_convolve(x, weight, nn.Conv2d(**usual, padding=1)), "more outputs than 32-bit numbers count"
 
 
 @pytest.mark.slow
